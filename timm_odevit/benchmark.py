@@ -29,7 +29,6 @@ SAMPLE = 32  # images over which a time is averaged, if it depends on the images
 
 @dataclass(frozen=True)
 class Timing:
-    """A model that was timed with batches of one size."""
     name: str  # the model, and in which state it ran
     batch_size: int
     seconds: float  # median of a call
@@ -168,7 +167,6 @@ def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
 
 
 def processor() -> str:
-    """The name of the processor."""
     path = Path('/proc/cpuinfo')
     name = re.search(r'(?m)^model name\s*: (.+)', path.read_text()) if path.exists() else None
     return name[1].strip() if name else platform.processor() or platform.machine()

@@ -38,7 +38,6 @@ class Settings:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all settings."""
         return [f.name for f in fields(cls)]
 
     @classmethod

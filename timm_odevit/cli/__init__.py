@@ -48,7 +48,7 @@ data  folder with one sub-folder of images per class, or train/ and val/ of that
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
+    """Returns the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     top = parser(argv[:1])
     args, unknown = top.parse_known_args(argv)
@@ -99,7 +99,7 @@ def _is_for_the_user(error: Exception) -> bool:
 
 
 def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Build the parser of all commands, with the arguments of `commands`."""
+    """The parser of all commands, with the arguments of some."""
     top = argparse.ArgumentParser(
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',

@@ -142,7 +142,7 @@ def benchmark(args: Any) -> None:
 
 
 def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
-    """Images of a folder or an .npz, again from the start if there are too few."""
+    """Again from the start if there are too few."""
     images, _ = read_data(path, model, labels=False, held_out=0.).sample('train', count)
     return images[torch.arange(count) % len(images)].to(next(model.parameters()).device)
 

@@ -29,10 +29,7 @@ class Replacements:
             setattr(owner, name, new)
 
     def restore(self) -> None:
-        """Undo the replacements; what is put back follows the model's device and its mode.
-
-        Raises ValueError if the model no longer holds what replaced it.
-        """
+        """What is put back follows the model's device and its mode; ValueError if what replaced it is gone."""
         modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
         if any(_own(owner, name) is not module for owner, name, module, _ in modules):
             raise ValueError(f'This model no longer holds {self.what}: it was restored already, or what was put in '
@@ -61,8 +58,8 @@ class Conversion(Replacements):
         model: The converted model.
         blocks: Its OdeBlocks: one, or one per stage.
         layers: Number of converted blocks.
-        config: Settings; without stages, steps and T are filled in.
-        parameters_before, parameters_after: Numbers of parameters.
+        config: Without stages, steps and T are filled in.
+        parameters_before, parameters_after: Their numbers.
 
     Examples:
         >>> done = convert_(vit)
@@ -146,7 +143,6 @@ def convert_(
 
 
 def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
-    """The OdeBlocks for one sequence of blocks."""
     blocks, chosen, own = site.blocks, site.converted(config), site.host is model
     first, last = min(chosen), max(chosen)
     info: Any = getattr(model, 'feature_info', None)

@@ -67,7 +67,6 @@ def _set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
 
 
 def _build(config: OdeConfig, originals: list[Any]) -> Field:
-    """The field that replaces some blocks."""
     cls = FIELDS[config.field]
     base = (field_class(originals[0]) if cls is NativeField else cls).like(originals)
     if isinstance(base, NativeField):

@@ -142,7 +142,7 @@ def convertibility(model: nn.Module) -> tuple[bool, str]:
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
-    """Parameters left after `convert_(model, config)`, for native fields."""
+    """Those left after `convert_(model, config)`, for native fields."""
     replaced: tuple[str, ...] = ()
     total = 0
     for site in find_stages(model):
@@ -158,7 +158,6 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
     """Choose the number of shared blocks, `phases`: as many as a size allows.
 
     Args:
-        model: Model that can be converted.
         target: Largest size: a share of the model's blocks, such as 0.25 or '25%'; a number of parameters, such as
             3_000_000 or '3M'; or what the parameters take in the model's dtype, such as '10MB'.
         config: All settings but phases.

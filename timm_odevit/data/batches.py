@@ -68,7 +68,6 @@ class DataConfig(Settings):
 
 
 def shuffled(count: int, seed: int) -> Tensor:
-    """The numbers below `count` in an order of their own for each seed."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
@@ -91,8 +90,7 @@ def read_batches(
 ) -> Iterator[tuple[Tensor, Any]]:
     """The images [B, C, H, W] and labels [B] of each batch that is not empty, of a loader, a tensor or a pair of these.
 
-    Labels are None if `labels` is False, or if it is None and there are none. Tensors give batches of `size`; `bar`
-    names a progress bar.
+    Labels are None if `labels` is False, or if it is None and there are none. `size` is for tensors.
     """
     if isinstance(source, Tensor):
         source = source.split(size)
@@ -143,7 +141,6 @@ class Mapped:
         set_epoch(self.loader, epoch)
 
     def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """The next images and their labels, at most so many."""
         batches: list[Any] = []
         with random_states_kept('cpu'):
             torch.manual_seed(seed)
@@ -171,9 +168,8 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
 class ArrayLoader:
     """Batches (images [B, C, H, W], labels [B]) of images in memory [N, C, S, S] and their labels [N].
 
-    `prepare` makes of a batch what the model expects. With a seed, they are for training: their order depends only on
-    it and the epoch, `augment` draws from torch's global generator, an incomplete last batch is dropped, and each of
-    several processes has its own part.
+    With a seed, they are for training: their order depends only on it and the epoch, `augment` draws from torch's
+    global generator, an incomplete last batch is dropped, and each of several processes has its own part.
     """
 
     def __init__(
@@ -205,7 +201,6 @@ class ArrayLoader:
 
 
 def hash_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -262,7 +257,6 @@ class FileLoader(DataLoader):
 
 
 def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int) -> Any:
-    """timm's loader of image files, shuffled and augmented."""
     dataset: Any = Files(samples, model, training=True)
     loader = create_loader(
         dataset,

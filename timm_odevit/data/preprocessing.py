@@ -32,7 +32,6 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def image_mode(channels: int) -> str:
-    """Pillow's mode of images with so many channels."""
     if channels not in _MODES:
         raise ValueError(f'Image files have 1, 3 or 4 channels; the model takes {channels}. Give tensors or an .npz.')
     return _MODES[channels]
@@ -120,14 +119,13 @@ def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
 
 
 def class_names(model: Any) -> list[str] | None:
-    """The names of a model's classes, if it has them."""
     names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
     good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
     return list(map(str, names)) if good else None
 
 
 def check_names(names: Sequence[str], source: Any) -> None:
-    """Raise ValueError for names of classes with which a saved model would not load."""
+    """Refuse names with which a saved model would not load."""
     for name in names:
         if not printable(name) or '\n' in name:
             raise ValueError(f"'{source}' has the class {name!r}, whose name cannot be printed. Rename it.")

@@ -34,7 +34,7 @@ class Data:
     held_out: float = 0.  # share of the images to train on that was held out of them for `val`
 
     def plain(self, part: str = 'train') -> Any:
-        """A loader of the images of 'train', 'val' or 'test' in order, not augmented."""
+        """A loader in order, not augmented."""
         return self.unaugmented if part == 'train' else getattr(self, part)
 
     def count(self, part: str = 'train') -> int:
@@ -156,7 +156,7 @@ def _kind(source: Any) -> str:
 def _parts(
         source: Any, kind: str, model: Any, labelled: bool, training: bool, any_classes: bool,
 ) -> tuple[dict[str, Part], list[str] | None, int, dict[str, str]]:
-    """The parts of some data, with labels of its own; the names of its classes; their number; the parts in words."""
+    """The parts, with labels of the data's own; the names of its classes; their number; the parts in words."""
     if kind == 'npz':
         words = {part: f'x_{part} of {source}' for part in ('train', 'test')}
         return *read_npz(source, getattr(model, 'in_chans', None), labelled), words
@@ -181,7 +181,7 @@ def _parts(
 def _loaders(
         parts: dict[str, Part], kind: str, model: Any, config: DataConfig, seed: int,
 ) -> tuple[Any, dict[str, Any]]:
-    """A loader to train with, if there is a part for that, and a loader of each part in order."""
+    """A loader to train with, if there is a part for that, and one of each part in order."""
     if kind == 'folder':
         samples = {part: list(zip(files, labels.tolist(), strict=True)) for part, (files, labels) in parts.items()}
         train = training_loader(samples['train'], model, config, seed) if 'train' in samples else None
@@ -211,7 +211,7 @@ def _augment(images: Tensor, padding: int = 4, flip: float = 0.5, reprob: float 
 
 
 def classes_of(source: Any) -> tuple[list[str] | None, int]:
-    """The names of the classes of some data, if known, and their number, for a model that does not exist yet."""
+    """Names, if known, and number, for a model that does not exist yet."""
     kind = _kind(source)
     if kind == 'loader':
         raise ValueError('The number of classes of a loader is not known. Give num_classes.')

@@ -137,7 +137,7 @@ def read_npz(
 
 
 def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
-    """Labels of so many images [N] in int64; raises ValueError for others."""
+    """Labels of so many images [N] in int64, or ValueError."""
     if not isinstance(labels, Tensor) or labels.shape != (count,) or labels.dtype == torch.bool or (
             labels.is_floating_point() or labels.is_complex()):
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '
@@ -181,7 +181,6 @@ def _hash(image: Tensor | str) -> float:
 
 
 def taken(part: Part, index: Tensor) -> Part:
-    """Some images of a part, and their labels."""
     images, labels = part
     return images[index] if isinstance(images, Tensor) else [images[i] for i in index.tolist()], labels[index]
 

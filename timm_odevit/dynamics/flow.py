@@ -100,7 +100,6 @@ class PerImage:
 
 
 def joined(parts: Sequence[Measured]) -> Measured:
-    """The measurements of several batches as one."""
     columns = {f.name: [getattr(part, f.name) for part in parts]
                for f in fields(parts[0]) if f.name not in PerImage.SHARED}
     return replace(parts[0], **{name: torch.cat(rows) if isinstance(rows[0], Tensor) else sum(rows, ())
@@ -108,7 +107,6 @@ def joined(parts: Sequence[Measured]) -> Measured:
 
 
 def over_images(measure: Callable[[Flow], Measured], model: Any, images: Images, batch_size: int) -> Measured:
-    """Measure a flow, or a model on images, batch by batch."""
     parts: list[Measured] = []
     batches = [(None, None)] if isinstance(model, Flow) else read_batches(images, labels=False, size=batch_size)
     for batch, _ in batches:

@@ -33,7 +33,6 @@ def evaluate(
         steps: Step counts of an ODE-ViT to measure; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype.
-        progress: Show a progress bar.
         data, trained_at: What the images are, and the step counts of the training, for tables and plots.
 
     Returns:
@@ -111,8 +110,7 @@ def calibrate_halting(
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head with two classes or more.
         loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; of images alone, the answers of the
             full run count as right.
-        max_drop: Largest loss of accuracy, as a share of all images: 0.005 for half a percentage point.
-        progress: Show a progress bar.
+        max_drop: As a share of all images: 0.005 for half a percentage point.
 
     Raises TypeError for another model, and ValueError if no image can halt in it, or labels do not fit its classes.
 

@@ -35,7 +35,7 @@ def evaluate_embeddings(
         loader: As in `evaluate`; images alone without `labelled` and `class_embeddings`.
         labelled: Batches or a pair of other images and their labels, such as the training images.
         class_embeddings: Embedding of each class [classes, E], of any norm.
-        steps, teacher, amp_dtype, progress, data, trained_at: As in `evaluate`.
+        steps, teacher, amp_dtype, data, trained_at: As in `evaluate`.
 
     Returns:
         One EmbeddingResult for the teacher, if any, and one for each step count. Embeddings that are not finite count

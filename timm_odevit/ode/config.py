@@ -98,7 +98,6 @@ class OdeConfig(Settings):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the method chooses its own steps."""
         return self.method not in METHODS
 
     @property

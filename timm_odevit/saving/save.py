@@ -94,13 +94,13 @@ def push_to_hub(
 
     Args:
         model: Model, or the folder of a saved one, which is sent as it is.
-        repo_id: 'org/name'; created if it does not exist.
+        repo_id: Created if it does not exist.
         results, dataset: Rows for the card, from `json.loads(evaluate(...).to_json())`, and the name of their dataset.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
         private, token: As in huggingface_hub.
 
-    Returns the address of the commit. Raises ValueError if the model cannot be saved or its licence is
-    not known, OSError if the Hub refused or could not be reached.
+    Returns the address of the commit. Raises ValueError if the model cannot be saved or its licence is not known,
+    OSError if the Hub refused or could not be reached.
 
     Examples:
         >>> address = push_to_hub(student, 'org/name', private=True)

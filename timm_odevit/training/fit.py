@@ -40,9 +40,8 @@ def fit(
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
         train_loader: Batches (images [B, C, H, W], labels [B]), with a length; of several processes, each has its part.
         val_loader: Batches held out from training, read after every epoch.
-        out: Folder for the files, shared by all processes; None saves nothing.
-        resume: Resume from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
-        progress: Show a progress bar.
+        out: Folder, shared by all processes; None saves nothing.
+        resume: Go on from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
         config: Settings; or give any of FitConfig's as keywords, such as epochs=10 or minutes=60.
 
     Returns:
@@ -118,7 +117,6 @@ def fit(
 
 
 def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to resume a run with anything else than it was made with."""
     for name, value in now.items():
         if then.get(name) != value:
             what = (f"The {name.removesuffix(' sha256')} of the run in '{where}' is not this one's"

@@ -49,7 +49,6 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
 
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
-    """Refuse a loss that needs what the models do not have."""
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
     several, weights, least = len(odes) > 1, config.weights, [len(ode.shared.borders) + 1 for ode in odes]
     for wrong, why in (

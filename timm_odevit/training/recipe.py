@@ -204,7 +204,6 @@ class Recipe(Settings):
 
 
 def builtin_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob('*.yaml'))
 
 

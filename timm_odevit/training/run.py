@@ -44,17 +44,14 @@ def train(
     the same numbers of steps as the last, of which it is saved with the one nearest to the student's own.
 
     Args:
-        recipe: What to do.
         data: Images and labels: a folder, an .npz, tensors or a loader, as `read_data` takes them.
-        out: Folder for the results.
         teacher: timm model; None to train without one.
         student: Model to train as it is; None to make it from the teacher or the recipe's `model`.
         minutes: Train for about so long; each stage gets a part, by its minutes, or its epochs times steps.
         resume: Continue the run in `out`.
         limit: Images of each part of the data to use, for a rehearsal.
         command: What `odevit distill --resume` is to find in run.json.
-        device: Device for a student that is built without a teacher.
-        progress: Show progress bars.
+        device: For a student that is built without a teacher.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
@@ -169,16 +166,12 @@ def calibrate_(
     interrupted or fails, the model stays as it was.
 
     Args:
-        model: Converted model.
         teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
         images: Images [N, C, H, W], normalised for the model; or a loader, a folder or an .npz. Labels are ignored.
-        minutes: Minutes to spend. None for 5.
+        minutes: None for 5.
         epochs: Instead of minutes.
-        batch_size: Images per update.
         lr: Peak learning rate (Muon). None for 1e-3 * min(1, 3 * loss), with the loss before training.
-        amp: Mixed precision, as in FitConfig.
-        seed: Seed for the order of the images.
-        progress: Show a progress bar.
+        amp: As in FitConfig.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.

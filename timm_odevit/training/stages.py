@@ -97,7 +97,6 @@ class Run:
             task, names, config, [sorted({k for of in each for k in of}) for each in counts], share, stage.scale_lr)
 
     def write(self) -> None:
-        """Write run.json."""
         if self.folder is not None and rank_and_world()[0] == 0:
             write_text(self.folder / RUN, to_json({**self.about, 'plan': self.plan}))
 
@@ -214,7 +213,6 @@ def read_run(folder: Path) -> Any:
 
 
 def check_about(folder: Path, about: dict[str, Any]) -> None:
-    """Refuse to resume with different data, models or settings."""
     check_same(str(folder), read_run(folder) or about, about)
 
 
