@@ -67,14 +67,13 @@ def read_data(
       without labels, any folder, or its train/;
     - an .npz with uint8 images x_train and x_test [N, S, S, C] or [N, S, S]; labels y_train and y_test [N]; and maybe
       classes, their names. Without labels, x_train is enough;
-    - images [N, C, H, W] normalised for the model, or a pair of such and labels [N]; they are not augmented;
+    - images [N, C, H, W] normalised for the model, or a pair of such and labels [N], which are not augmented;
     - a loader with a length, of batches of images or (images, labels), of which nothing is held out.
 
     Classes that are called as some of the model's get its labels. Others must be as many, in the same order (that of
     folders is the alphabet's), unless `any_classes`. If `labels` is None, they are ignored where they do not fit; if
     False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is the share, of those held out, that are
-    the test images if there are none (half of a val/). `limit` is the number of images of each part, for a rehearsal.
-    `seed` is that of the order.
+    the test images if there are none (half of a val/). `limit` is the number of images of each part.
     """
     if isinstance(source, Data):
         return source

@@ -84,7 +84,6 @@ def push_to_hub(
         dataset: str = '',
         license: str | None = None,
         private: bool | None = None,
-        token: str | bool | None = None,
 ) -> str:
     """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
 
@@ -97,7 +96,7 @@ def push_to_hub(
         repo_id: Created if it does not exist.
         results, dataset: Rows for the card, from `json.loads(evaluate(...).to_json())`, and the name of their dataset.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-        private, token: As in huggingface_hub.
+        private: As in huggingface_hub.
 
     Returns the address of the commit. Raises ValueError if the model cannot be saved or its licence is not known,
     OSError if the Hub refused or could not be reached.
@@ -116,7 +115,7 @@ def push_to_hub(
             save_reference(saved, folder)
         elif results or dataset or license:
             raise ValueError(f"A folder is sent as it is. Write results and licence into '{folder / CARD}'.")
-        api = HfApi(token=token, library_name='timm_odevit')
+        api = HfApi(library_name='timm_odevit')
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             if private and not api.repo_info(repo_id).private:

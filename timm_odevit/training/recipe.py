@@ -165,8 +165,8 @@ class Recipe(Settings):
     def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
         """Read a YAML file, or the recipe of that name that comes with the package.
 
-        Changes are such as 'stages.0.fit.lr=1e-3', with values in YAML; 'null' restores the default. Raises ValueError:
-        there is no such recipe, it cannot be read, or something in it is unknown or out of range.
+        Changes are such as 'stages.0.fit.lr=1e-3', with values in YAML; 'null' restores the default. Raises ValueError
+        if there is no such recipe, it cannot be read, or something in it is unknown or out of range.
         """
         path = Path(name)
         if path.suffix not in ('.yaml', '.yml') and not path.is_file():
@@ -188,7 +188,7 @@ class Recipe(Settings):
         with prefixed(f'{name}: '):
             stages, fit = _stages('stages', tree.get('stages')), _section(FIT)('fit', tree.get('fit')) or {}
             epochs = [{**fit, **(stage.fit or {})}.get('epochs') for stage in stages]
-            used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0 or epochs[i] is False}
+            used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0}
             if not used:
                 raise ValueError('All stages have 0 epochs, so there is nothing to train.')
             for change in changes:

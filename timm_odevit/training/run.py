@@ -97,9 +97,8 @@ def train(
         if recipe.grad_checkpointing:
             host.set_grad_checkpointing()
         describe(host)  # fails now rather than after the first epoch
-        _name_classes(host, names, keep=teacher is not None)
         host.pretrained_cfg = host.default_cfg = {
-            **(getattr(host, 'pretrained_cfg', None) or {}), 'notes': [f'{NOTE}{images.held_out:g}']}
+            **_named(host, names, keep=teacher is not None), 'notes': [f'{NOTE}{images.held_out:g}']}
         run = Run(recipe, host, teacher, images, sample, folder, {**about, 'command': command or before.get('command')})
         if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
@@ -142,17 +141,17 @@ def _flat(tree: Any, at: str = '') -> dict[str, Any]:
     return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
 
 
-def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
-    """Put the names of the classes, if any, into a model's pretrained_cfg, unless it is to keep its own."""
-    cfg: Any = getattr(model, 'pretrained_cfg', None)
-    own = (cfg or {}).get('label_names')
-    if not isinstance(cfg, dict) or (keep and (not names or (own and len(own) == model.num_classes))):
-        return
+def _named(model: Any, names: list[str] | None, keep: bool) -> dict[str, Any]:
+    """A model's pretrained_cfg with the names of the classes, if any, unless it is to keep its own."""
+    cfg: dict[str, Any] = model.pretrained_cfg
+    own = cfg.get('label_names')
+    if keep and (not names or (own and len(own) == model.num_classes)):
+        return cfg
     stale = ('tag', 'label_names', 'label_descriptions') if own != names or not names else ()
     cfg = {**{key: value for key, value in cfg.items() if key not in stale}, 'num_classes': model.num_classes}
     if names and len(names) == model.num_classes:
         cfg['label_names'] = names
-    model.pretrained_cfg = model.default_cfg = cfg
+    return cfg
 
 
 def calibrate_(

@@ -204,10 +204,9 @@ def read_run(folder: Path) -> Any:
     """What a folder's run.json holds; nothing if it has none."""
     try:
         found = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
-        if not isinstance(found, dict) or not isinstance(found.get('plan', {}), dict):
-            raise ValueError('It does not hold what a run writes.')
+        found.get('plan', {}).items()
         return found
-    except ValueError as e:
+    except (AttributeError, ValueError) as e:
         raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Start again in "
                          'another folder.') from e
 
