@@ -104,7 +104,7 @@ class _Measured:
     images: int
     images_per_second: float  # of the forward pass, roughly; `odevit benchmark` compares speeds
 
-    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits; the first tells them apart
+    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits
 
     def cells(self) -> list[str]:
         return [_text(getattr(self, name), digits) for name, _, digits in self.COLUMNS]
@@ -177,13 +177,9 @@ class Evaluation(Generic[AnyResult]):
         return text
 
     def __repr__(self) -> str:
-        scores = [f"{r.model if r.steps is None else f'K = {r.steps}'} {r.cells()[0]}" for r in self.results]
-        return f"Evaluation({self.results[0].COLUMNS[0][1]}: {', '.join(scores)}; {self.caption})"
-
-    def __str__(self) -> str:
         return f'{self.caption}\n\n{self.table()}'
 
-    _repr_markdown_ = __str__  # in a notebook
+    _repr_markdown_ = __repr__  # in a notebook
 
 
 def _text(value: float | None, digits: int = 1) -> str:
