@@ -93,9 +93,7 @@ for _name, _row in _MODELS.items():
 
 @register_model
 def odevit_converted(
-        pretrained: bool = False,
-        base: str = 'vit_tiny_patch16_224',
-        base_args: dict[str, Any] | None = None,
+        pretrained: bool = False, base: str = 'vit_tiny_patch16_224', base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
     """Any converted model, from the timm name of its base; takes the base's keywords and ode_*."""

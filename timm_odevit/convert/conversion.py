@@ -108,11 +108,7 @@ class Conversion(Replacements):
 
 
 def convert_(
-        model: nn.Module,
-        config: OdeConfig | None = None,
-        *,
-        keep_original: bool = True,
-        **settings: Any,
+        model: nn.Module, config: OdeConfig | None = None, *, keep_original: bool = True, **settings: Any,
 ) -> Conversion:
     """Replace the blocks of a transformer with shared blocks that an ODE solver evaluates K times, in place.
 
@@ -120,9 +116,8 @@ def convert_(
 
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
-        config: Settings; steps and T default to the number of converted layers.
-        keep_original: Keep the original blocks for `restore()`; False frees their memory.
-        **settings: Instead of `config`, any of its settings, such as steps=6.
+        config: Or give any of its settings as keywords, such as steps=6.
+        keep_original: For `restore()`; False frees their memory.
 
     Raises TypeError if the model has no blocks that can be converted, ValueError if it is already converted or the
     settings do not fit it.

@@ -259,18 +259,10 @@ class FileLoader(DataLoader):
 def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int) -> Any:
     dataset: Any = Files(samples, model, training=True)
     loader = create_loader(
-        dataset,
-        **data_config(model),
-        batch_size=config.batch_of(len(samples)),
-        is_training=True,
-        scale=(0.35, 1.),
-        re_prob=config.reprob,
-        num_workers=_workers(config),
-        distributed=rank_and_world()[1] > 1,
+        dataset, **data_config(model), batch_size=config.batch_of(len(samples)), is_training=True, scale=(0.35, 1.),
+        re_prob=config.reprob, num_workers=_workers(config), distributed=rank_and_world()[1] > 1,
         persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
-        device=torch.device('cpu'),
-        use_prefetcher=False,
-    )
+        device=torch.device('cpu'), use_prefetcher=False)
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.seed = seed
     return loader

@@ -42,19 +42,18 @@ def lyapunov_exponents(
         model: Any, images: Images = None, *, count: int = 1, sweeps: int = 50, tokens: str = 'all',
         batch_size: int = 16, seed: int = 0,
 ) -> Exponents:
-    """The leading finite-time Lyapunov exponents of a model, for each image.
+    """The leading finite-time Lyapunov exponents of a model, for each image; see `timm_odevit.dynamics`.
 
     Neighbouring states draw apart (above 0) or together (below 0); the largest is log(s) / T, with the largest singular
     value s of the Jacobian of the whole map. What is added to all channels of a token alike is left out if all maps
     pass it on, as blocks behind LayerNorm do: else no largest exponent could be below 0.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
         count: Number m of exponents.
         sweeps: How often, at most, tangent vectors go to the end and back, to turn towards the directions that grow
             most; an image is done when its exponents change by at most 1e-4.
         tokens: 'all' for the whole state; 'class' for the class token alone.
-        seed: Seed of the first tangent vectors.
+        seed: Of the first tangent vectors.
 
     Examples:
         >>> found = lyapunov_exponents(student, images, count=2)
@@ -162,11 +161,10 @@ def lipschitz_constants(
 ) -> LipschitzConstants:
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
-    The field is the increment of the state over a step, per unit of time.
+    The field is the increment of the state over a step, per unit of time; see `timm_odevit.dynamics`.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
-        iterations: Iterations of the power method; the values converge from below.
+        iterations: Of the power method; the values converge from below.
 
     Examples:
         >>> found = lipschitz_constants(student, images)

@@ -28,14 +28,8 @@ FORMATS: dict[str, Callable[..., None]] = {'onnx': write_onnx, 'pt2': write_pt2}
 
 
 def export_model(
-        model: nn.Module,
-        path: str | Path,
-        *,
-        format: str = 'onnx',
-        int8: bool = False,
-        bits: int | None = None,
-        any_steps: bool = False,
-        overwrite: bool = False,
+        model: nn.Module, path: str | Path, *, format: str = 'onnx', int8: bool = False, bits: int | None = None,
+        any_steps: bool = False, overwrite: bool = False,
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size.
 
@@ -43,7 +37,6 @@ def export_model(
     images are prepared (input_size, mean, std, ...).
 
     Args:
-        model: timm model, converted or not.
         path: New file, which ends in .onnx or .pt2.
         format: 'onnx', for ONNX Runtime and others; 'pt2', for torch.export.load, on the model's device.
         int8: Compute linear layers in int8, with a scale for each row, and store weights so (only 'onnx').

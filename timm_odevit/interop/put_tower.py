@@ -34,7 +34,6 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
-        tower: timm model, converted or not.
 
     Raises TypeError if the model has no such tower, ValueError if the embeddings have another width.
 

@@ -77,13 +77,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = 
 
 
 def push_to_hub(
-        model: nn.Module | str | Path,
-        repo_id: str,
-        *,
-        results: Sequence[Mapping[str, Any]] = (),
-        dataset: str = '',
-        license: str | None = None,
-        private: bool | None = None,
+        model: nn.Module | str | Path, repo_id: str, *, results: Sequence[Mapping[str, Any]] = (), dataset: str = '',
+        license: str | None = None, private: bool | None = None,
 ) -> str:
     """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
 

@@ -91,8 +91,7 @@ class Trainer:
         """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
         task, accumulate = self.task, self.config.accumulate
         batches, i = self.updates * accumulate, -1
-        sums: dict[str, Any] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)  # a part may be absent from some updates
+        seen: dict[str, list[Tensor]] = defaultdict(list)  # a part may be absent from some updates
         self.optimizer.zero_grad()
         for i, batch in enumerate(islice(self.loader, batches)):
             update, last = epoch * self.updates + i // accumulate, (i + 1) % accumulate == 0
@@ -113,15 +112,14 @@ class Trainer:
                                              f"{_blamed(self.models['model'], images)}Lower lr, or use no float16.")
                 self.scaler.scale(parts['loss'] / accumulate).backward()
             for key, part in parts.items():
-                sums[key] += part.detach().float()  # stays on the device: one wait per batch is enough
-                counts[key] += 1
+                seen[key].append(part.detach().float())  # stays on the device: one wait per batch is enough
             if last:
                 self._step(update)
                 done()
         if i < batches - 1:
             raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
                              f'{len(self.loader)}.')
-        means = {key: float(over_processes(value / counts[key])) for key, value in sums.items()}
+        means = {key: float(over_processes(torch.stack(values).mean())) for key, values in seen.items()}
         return {'lr': self.optimizer.param_groups[-1]['lr'], **means}
 
     def _step(self, update: int) -> None:

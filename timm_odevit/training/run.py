@@ -172,10 +172,8 @@ def calibrate_(
         lr: Peak learning rate (Muon). None for 1e-3 * min(1, 3 * loss), with the loss before training.
         amp: As in FitConfig.
 
-    Returns:
-        The records of all epochs, as returned by `fit`, each with its stage.
-
-    Raises TypeError or ValueError if model, teacher, images and settings do not fit, FloatingPointError as `fit` does.
+    Returns what `train` does. Raises TypeError or ValueError if model, teacher, images and settings do not fit,
+    FloatingPointError as `fit` does.
 
     Examples:
         >>> history = calibrate_(student, teacher, images, minutes=10)
