@@ -1,5 +1,4 @@
-"""Timed passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
-import time
+"""Passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -62,8 +61,8 @@ def _run(
     """What a result says of the pass, the mean of each image [N], which shuffling would change, and the columns."""
     stages, parameter = find_ode_blocks(model), next(model.parameters())
     device = parameter.device
-    timed: list[tuple[int, float, float]] = []  # images of each batch, seconds, and evaluations of them all
     rows: list[Any] = []
+    evaluations = 0.
     with evaluating(model), torch.inference_mode(), autocast(device, amp_dtype):
         for images, truth in read_batches(loader, labels, bar=bar):
             marks = images.float().flatten(1).mean(dim=1)
@@ -72,27 +71,15 @@ def _run(
                 images = normalisation(images)
             for ode in stages:
                 ode.steps_taken = None  # and so it stays if the host runs the steps one by one
-            _wait_for(device)
-            start = time.perf_counter()
             outputs = model(images)
-            _wait_for(device)
-            seconds, evaluations = time.perf_counter() - start, sum(ode.evaluations for ode in stages)
-            timed.append((len(images), seconds, len(images) * evaluations))
+            evaluations += len(images) * sum(ode.evaluations for ode in stages)
             rows.append((marks, *each(outputs.float(), None if truth is None else truth.to(device))))
     marks, *columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
-    count = len(marks)
-    later, seconds, _ = map(sum, zip(*(timed[1:] or timed), strict=True))  # the first batch is slower than the others
-    about: dict[str, Any] = dict(steps=None, nfe=None, images=count, parameters=count_parameters(model),
-                                 images_per_second=later / seconds)
+    about: dict[str, Any] = dict(steps=None, nfe=None, images=len(marks), parameters=count_parameters(model))
     if stages:
-        nfe = sum(evaluations for *_, evaluations in timed) / count
+        nfe = evaluations / len(marks)
         about.update(steps=sum(ode.steps for ode in stages), nfe=int(nfe) if nfe == int(nfe) else nfe)
     return [about, marks, *columns]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != 'cpu':
-        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +89,6 @@ class _Measured:
     nfe: float | None  # mean field evaluations per image
     parameters: int
     images: int
-    images_per_second: float  # of the forward pass, roughly; `odevit benchmark` compares speeds
 
     COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits
 
