@@ -68,7 +68,6 @@ def lent(model: nn.Module | None) -> Iterator[None]:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision in a dtype; nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 

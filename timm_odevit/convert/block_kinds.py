@@ -127,7 +127,7 @@ class Site(NamedTuple):
         return list(self.host.blocks)
 
     def converted(self, config: OdeConfig) -> dict[int, Any]:
-        """The blocks that are converted, by layer."""
+        """By layer."""
         first, last = config.converted_layers(len(self.host.blocks))
         return {i: block for i, block in enumerate(self.host.blocks) if first <= i <= last}
 

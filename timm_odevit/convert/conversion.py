@@ -47,7 +47,7 @@ class Replacements:
 
 
 def _own(owner: Any, name: str) -> Any:
-    """An attribute of a module itself, not of its class; None if it has none."""
+    """An attribute of a module itself, not of its class, or None."""
     return owner._modules.get(name, vars(owner).get(name))
 
 

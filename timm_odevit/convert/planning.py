@@ -31,7 +31,7 @@ def check_convertible(model: nn.Module, config: OdeConfig | None = None, **setti
 
 
 def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
-    """Where the blocks of a model are, if it and its blocks can be converted so."""
+    """Where the blocks of a model are, if they can be converted so."""
     if unwrap_model(model) is not model:
         raise cannot_convert(model, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
     if converted := find_ode_blocks(model):
@@ -125,7 +125,7 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
-    """Whether a model can be converted; with which field and methods, or why not."""
+    """Whether it is possible; with which field and methods, or why not."""
     refusals = []
     for config in DEFAULT, OdeConfig(method='euler'), OdeConfig(field='lipschitz', method='euler', init='spectral'):
         try:

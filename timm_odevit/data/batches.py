@@ -58,7 +58,7 @@ class DataConfig(Settings):
 
     @property
     def mixes(self) -> bool:
-        """Whether images or labels of a batch are mixed or smoothed."""
+        """Images or labels of a batch, or smooths labels."""
         return any((self.mixup, self.cutmix, self.smoothing))
 
     def batch_of(self, images: int) -> int:
@@ -72,7 +72,7 @@ def shuffled(count: int, seed: int) -> Tensor:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader and its sampler which epoch comes next, if they ask for it."""
+    """Tell a loader and its sampler, if they ask for it."""
     each: Any
     for each in (loader, getattr(loader, 'sampler', None)):
         if hasattr(each, 'set_epoch'):

@@ -186,5 +186,5 @@ def taken(part: Part, index: Tensor) -> Part:
 
 
 def spread(total: int, count: int) -> Tensor:
-    """At most `count` of the numbers below `total`, evenly spread."""
+    """At most `count` of the numbers below `total`."""
     return torch.linspace(0, total - 1, min(count, total)).round().long().unique()

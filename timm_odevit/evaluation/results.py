@@ -47,7 +47,7 @@ def passes(
 
 
 def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
-    """A name and a view of the model for each of the step counts; the model itself for None."""
+    """A name and a view for each of the step counts; the model itself for None."""
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
@@ -58,7 +58,7 @@ def _run(
         model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], labels: bool,
         amp_dtype: torch.dtype | None, bar: str, normalisation: Callable[[Tensor], Tensor] | None,
 ) -> list[Any]:
-    """What a result says of the pass, the mean of each image [N], which shuffling would change, and the columns."""
+    """What a result says, the mean of each image [N], which shuffling would change, and the columns."""
     stages, parameter = find_ode_blocks(model), next(model.parameters())
     device = parameter.device
     rows: list[Any] = []
@@ -92,13 +92,10 @@ class _Measured:
 
     COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits
 
-    def cells(self) -> list[str]:
-        return [_text(getattr(self, name), digits) for name, _, digits in self.COLUMNS]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Measured):
-    """What was measured of the classes of one model at one step count."""
+    """Of the classes of one model at one step count."""
     top1: float  # accuracy in percent
     top5: float  # the same; top-C with C < 5 classes
     loss: float  # mean cross-entropy in nats per image; NaN if any logits are
@@ -111,7 +108,7 @@ class Result(_Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingResult(_Measured):
-    """What was measured of the embeddings of one model at one step count; None for what needs more than was given."""
+    """Of the embeddings of one model at one step count; None for what needs more than was given."""
     cosine: float | None = None  # with the teacher's, mean
     error: float | None = None  # squared, relative to the variance of the teacher's embeddings
     neighbours: float | None = None  # share of images with the same nearest other image as the teacher's, in percent
@@ -152,7 +149,8 @@ class Evaluation(Generic[AnyResult]):
         rows = [['model', 'steps', 'NFE', 'parameters', *(heading for _, heading, _ in self.results[0].COLUMNS)]]
         for r in self.results:
             steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
-            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells()])
+            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}',
+                         *(_text(getattr(r, name), digits) for name, _, digits in r.COLUMNS)])
         return markdown_table(rows)
 
     def to_json(self, path: str | Path | None = None) -> str:

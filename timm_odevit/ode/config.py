@@ -102,13 +102,13 @@ class OdeConfig(Settings):
 
     @property
     def steps_and_end(self) -> tuple[int, float]:
-        """Number K of steps and end time T, which must be known."""
+        """K and T, which must be known."""
         if not isinstance(self.steps, int) or self.T is None:
             raise ValueError(f'steps and T are needed here; got {self.steps} and {self.T}. Set both.')
         return self.steps, self.T
 
     def converted_layers(self, depth: int) -> tuple[int, int]:
-        """The first and the last converted layer of `depth`."""
+        """The first and the last."""
         return self.blocks or (0, depth - 1)
 
     def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':

@@ -50,7 +50,7 @@ class Field(nn.Module):
         return self.attention(t, x, context) + self.mlp(t, x, context)
 
     def context(self, args: Sequence[Any], kwargs: dict[str, Any], weights: list[Tensor] | None = None) -> Context:
-        """Of what a host passes to its blocks after the state."""
+        """Of what a host passes after the state."""
         return Context({**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
 
     def fold(self) -> list[Tensor] | None:
@@ -58,7 +58,7 @@ class Field(nn.Module):
         return None
 
     def select(self, t: float) -> Any:
-        """The field of the phase at t."""
+        """That of the phase at t."""
         return self
 
     @property

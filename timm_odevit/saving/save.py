@@ -125,7 +125,7 @@ def push_to_hub(
 
 
 def save_reference(model: nn.Module, folder: Path) -> None:
-    """Store an input [2, C, H, W] and the model's output for it."""
+    """An input [2, C, H, W] and the output for it."""
     size = resolve_model_data_config(model)['input_size']
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     path = folder / REFERENCE

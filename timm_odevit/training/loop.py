@@ -68,7 +68,7 @@ class Trainer:
         self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
 
     def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, float]:
-        """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
+        """Train and validate; returns the record, which depends only on the seed and the state."""
         order = (self.config.seed * 10_007 + epoch) % 2 ** 31
         random_seed(order * self.world % 2 ** 31, self.rank)
         set_epoch(self.loader, order)
@@ -88,7 +88,7 @@ class Trainer:
         return record
 
     def train(self, epoch: int, done: Callable[[], Any]) -> dict[str, float]:
-        """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
+        """Returns the learning rate and the mean of each part of the loss."""
         task, accumulate = self.task, self.config.accumulate
         batches, i = self.updates * accumulate, -1
         seen: dict[str, list[Tensor]] = defaultdict(list)  # a part may be absent from some updates
@@ -188,7 +188,7 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
 
 
 def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
-    """What chooses the best state: the accuracy, the cosine with the teacher's embeddings, or less error."""
+    """What chooses the best state."""
     return next((sign * record[name] for name, (sign, _) in _SCORES.items() if name in record), default
                 ) if record else default
 
@@ -236,7 +236,6 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
 
 
 def _blamed(model: nn.Module, images: Tensor) -> str:
-    """A sentence that says whether images or weights are not finite."""
     for name, tensors in (('images of the batch', [images]), ('weights of the model', model.parameters())):
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             return f'The {name} are not finite. '

@@ -59,7 +59,7 @@ class TrajectoryPass(nn.Module):
         return {'loss': loss, 'output': outputs[0], **{f'{name}_loss': part for name, part in parts.items()}}
 
     def _parts(self, student: Any, images: Tensor, seen: Any, *given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output of one pass, and the parts of its loss."""
+        """The output, and the parts of the loss."""
         config, odes = self.config, find_ode_blocks(student)
         first, last = len(odes[0].before), len(odes[0].before) + odes[0].steps - 1
         exits = [min(max(first + round(t * odes[0].steps) - 1, first), last - 1) for t in config.exits

@@ -152,7 +152,7 @@ class Recipe(Settings):
         return tuple(sorted({k for of in counts or ((own,),) for k in of}))
 
     def without_shares(self, own: int) -> 'Recipe':
-        """The recipe with numbers of steps in place of shares; see `trained_at`."""
+        """With numbers of steps in place of shares; see `trained_at`."""
         stages = []
         for stage in self.stages:
             if counts := self.loss_of(stage).counts(own):
@@ -180,7 +180,7 @@ class Recipe(Settings):
 
     @classmethod
     def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
-        """A recipe from the contents of a YAML file; see `load`."""
+        """From the contents of a YAML file; see `load`."""
         tree = _section()(name, tree) or {}
         for change in changes:
             _change(tree, change)
@@ -196,7 +196,7 @@ class Recipe(Settings):
             return cls(**{**tree, 'stages': tuple(used.values())})
 
     def to_yaml(self) -> str:
-        """The recipe as YAML, without default values."""
+        """Without default values."""
         def changed(of: Any) -> dict[str, Any]:
             return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
         tree = {**changed(self), 'stages': [changed(stage) for stage in self.stages]}
@@ -208,7 +208,7 @@ def builtin_recipes() -> list[str]:
 
 
 def _check_effect(change: str, tree: dict[str, Any], stages: dict[int, Stage]) -> None:
-    """Refuse a change of the recipe's fit or loss that no stage would use."""
+    """Refuse a change of fit or loss that no stage would use."""
     section, _, key = change.partition('=')[0].strip().partition('.')
     users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
     if section in ('fit', 'loss') and key in (tree.get(section) or {}) and all(

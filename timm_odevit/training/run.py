@@ -28,7 +28,7 @@ from .matching import check_models
 from .recipe import Recipe, prefixed
 from .stages import Run, check_about, read_run
 
-JUDGED = 3  # batches by which a calibration compares the start and the end
+JUDGED = 3  # batches by which a calibration compares start and end
 SAMPLE = 256  # images for measurements at checkpoints
 
 
@@ -134,7 +134,7 @@ def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resu
 
 
 def _flat(tree: Any, at: str = '') -> dict[str, Any]:
-    """A tree as one dict, with keys such as stages.0.fit.lr."""
+    """As one dict, with keys such as stages.0.fit.lr."""
     if not isinstance(tree, (dict, list)):
         return {at: tree}
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)

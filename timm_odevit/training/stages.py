@@ -148,7 +148,7 @@ class Run:
         return planned[i]
 
     def _set_steps(self, stage: PreparedStage) -> None:
-        """Give the student the number of steps that a stage trains which is nearest to its own."""
+        """Of the numbers of steps that a stage trains, those nearest to the student's own."""
         for ode, own, counts in zip(self.odes, self.own, stage.counts, strict=True):
             ode.steps = min(counts, key=lambda count: abs(count - own))
 
@@ -165,7 +165,6 @@ class Run:
         return float(self.plan.get('lr_scale', 1.))
 
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
-        """What is measured of the student, and its weights."""
         amp, val = AMP_DTYPES.get(stage.config.amp), self.data.val
         with rounded(self.student, stage.config.bits):
             record = {} if val is None else validate(stage.task, self.student, val, amp)
@@ -201,7 +200,7 @@ def _let_learn(student: nn.Module, names: set[str]) -> None:
 
 
 def read_run(folder: Path) -> Any:
-    """What a folder's run.json holds; nothing if it has none."""
+    """What run.json holds; nothing if there is none."""
     try:
         found = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
         found.get('plan', {}).items()

@@ -96,7 +96,6 @@ class TrajectoryDistillationTask(TrainingTask):
         return self
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
-        """The student itself, without its training pass."""
         found = super().get_eval_model(module=module, ema=ema)
         inner: Any = unwrap_model(found)
         return inner.student if isinstance(inner, TrajectoryPass) else found
@@ -131,7 +130,7 @@ class TrajectoryDistillationTask(TrainingTask):
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
     def _patches_of_update(self, student: Any) -> Any:
-        """Hooks by which teacher and student drop the same patches."""
+        """Hooks: teacher and student drop the same ones."""
         if not self.training or not self.config.patch_drop:
             return nullcontext()
         prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
