@@ -150,7 +150,7 @@ def _time(
 
 
 def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
-    """Peak memory in bytes that a call allocates; it must have run once before."""
+    """Bytes that a call allocates; it must have run once before."""
     if torch.device(device).type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)

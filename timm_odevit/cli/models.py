@@ -54,7 +54,7 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
 
 
 def _tower(name: str, num_classes: int | None = None) -> Any:
-    """The image tower of a model of open_clip or transformers, in float32."""
+    """In float32."""
     source, _, name = name.partition(':')
     if source == 'transformers':
         from transformers import AutoModel

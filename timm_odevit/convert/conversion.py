@@ -63,7 +63,6 @@ class Conversion(Replacements):
 
     Examples:
         >>> done = convert_(vit)
-        >>> share = done.parameters_after / done.parameters_before
         >>> done.restore()
     """
     what = 'the blocks of this conversion'

@@ -58,7 +58,7 @@ class DataConfig(Settings):
 
     @property
     def mixes(self) -> bool:
-        """Images or labels of a batch, or smooths labels."""
+        """Whether images or labels are mixed or smoothed."""
         return any((self.mixup, self.cutmix, self.smoothing))
 
     def batch_of(self, images: int) -> int:

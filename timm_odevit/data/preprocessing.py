@@ -51,9 +51,8 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
         raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
 
 
-def open_image(file: str | Path, model: Any) -> Tensor:
-    """An image file as a model, or a data_config, expects it [C, H, W], in float32; or ValueError."""
-    cfg = model if isinstance(model, dict) else data_config(model)
+def open_image(file: str | Path, cfg: dict[str, Any]) -> Tensor:
+    """An image file as a data_config says [C, H, W], in float32; or ValueError."""
     transform: Any = create_transform(**cfg, is_training=False)
     return transform(read_image(file, image_mode(cfg['input_size'][0])))  # type: ignore[no-any-return]
 

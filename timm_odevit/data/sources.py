@@ -56,8 +56,8 @@ def read_folder(root: Path, training: bool, others: bool = False) -> tuple[dict[
 def folder_parts(root: str | Path) -> dict[str, Path]:
     """The parts of a data set, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
 
-    Parts are called train, val or test (or training, valid, validation, eval, evaluation) and hold a folder for each
-    class; a class that holds images may be called so, too. ValueError if that is not clear.
+    Parts are called as in _PARTS and hold a folder for each class; a class that holds images may be called so, too.
+    ValueError if that is not clear.
     """
     folders = [child for child in sorted(Path(root).iterdir())
                if child.is_dir() and not child.name.startswith('.') and any(names for _, names in _walk(child))]

@@ -189,14 +189,14 @@ def lipschitz_constants(
     return over_images(measure, model, images, batch_size)
 
 
-def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
-    """log g_1, ..., log g_max(k, 1) for rows of probabilities [..., N], in nats [..., max(k, 1)].
+def log_softmax_bound(attention: Tensor) -> Tensor:
+    """log g_1 for rows of probabilities [..., N], in nats [...].
 
-    g_k = p_k (1 - p_k + p_k+1), with p in descending order, bounds the k-th eigenvalue of the Jacobian of softmax,
-    diag(p) - p p^T, from above. Source: JaSMin, arXiv 2507.07814.
+    g_1 = p (1 - p + q), with the largest two, bounds the eigenvalues of the Jacobian of softmax, diag(p) - p p^T, from
+    above. Source: JaSMin, arXiv 2507.07814.
     """
-    p = F.pad(attention, (0, 1)).topk(max(k, 1) + 1, dim=-1).values  # p_n+1 = 0
-    return (p[..., :-1] * (1 - p[..., :-1] + p[..., 1:])).clamp_min(torch.finfo(p.dtype).tiny).log()
+    p, q = F.pad(attention, (0, 1)).topk(2, dim=-1).values.unbind(-1)  # of a single token, q = 0
+    return (p * (1 - p + q)).clamp_min(torch.finfo(p.dtype).tiny).log()
 
 
 @torch.no_grad()

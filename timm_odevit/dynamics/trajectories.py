@@ -112,7 +112,7 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
             steps.append([
                 *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
                 torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)),
-                log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp()])
+                log_softmax_bound(heads).amax(dim=-1).exp()])
         attention, rollout, entropy, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
         return AttentionOverTime(
             attention, rollout, entropy, bound, flow.clock(last=-1), flow.prefix, flow.class_token)

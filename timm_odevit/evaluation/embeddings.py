@@ -83,7 +83,7 @@ def evaluate_embeddings(
 
 
 def without_classifiers(*models: Any) -> Any:
-    """Models that give embeddings: copies without heads, or ValueError, if that of the last with one is a classifier.
+    """Copies without heads, or ValueError, if the head of the last with one is a classifier; else the models.
 
     A head without a bias, or with one of zeros, is a projection, such as CLIP's.
     """

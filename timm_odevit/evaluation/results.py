@@ -137,13 +137,6 @@ class Evaluation(Generic[AnyResult]):
     data: str = ''
     trained_at: tuple[int, ...] = ()
 
-    @property
-    def caption(self) -> str:
-        trained = f"; trained with K = {', '.join(map(str, self.trained_at))}" if self.trained_at else ''
-        if any(r.steps in self.trained_at for r in self.results):
-            trained += ', in bold'
-        return f"{f'{self.data}: ' if self.data else ''}{self.results[0].images:,} images{trained}"
-
     def table(self) -> str:
         """The results as a Markdown table."""
         rows = [['model', 'steps', 'NFE', 'parameters', *(heading for _, heading, _ in self.results[0].COLUMNS)]]
@@ -161,7 +154,11 @@ class Evaluation(Generic[AnyResult]):
         return text
 
     def __repr__(self) -> str:
-        return f'{self.caption}\n\n{self.table()}'
+        trained = f"; trained with K = {', '.join(map(str, self.trained_at))}" if self.trained_at else ''
+        if any(r.steps in self.trained_at for r in self.results):
+            trained += ', in bold'
+        of = f'{self.data}: ' if self.data else ''
+        return f'{of}{self.results[0].images:,} images{trained}\n\n{self.table()}'
 
     _repr_markdown_ = __repr__  # in a notebook
 

@@ -113,10 +113,7 @@ class _Head(nn.Module):
 
 
 class _VisionModel(nn.Module):
-    """A timm tower with the arguments and the outputs of a vision model of transformers.
-
-    `normed`: whether last_hidden_state is after the last norm, as in SigLIP, but not in CLIP.
-    """
+    """`normed`: whether last_hidden_state is after the last norm, as in SigLIP, but not in CLIP."""
 
     def __init__(self, tower: Any, config: Any, *, normed: bool, pre_logits: bool) -> None:
         super().__init__()

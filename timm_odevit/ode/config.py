@@ -70,7 +70,6 @@ class OdeConfig(Settings):
     Raises ValueError for a setting that is out of range.
 
     Examples:
-        >>> paper = OdeConfig(field='lipschitz', method='euler', init='spectral')
         >>> done = convert_(vit, OdeConfig(phases=3, steps=6))
         >>> model = timm.create_model('odevit_tiny', ode_steps=24, ode_method='rk4')
 

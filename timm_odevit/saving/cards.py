@@ -25,7 +25,7 @@ def model_card(
         dataset: str = '', protocol: str = '', trained_at: Sequence[int] = (), training: str = '', limits: str = '',
         license: str | None = None, provenance: str = '',
 ) -> str:
-    """A model's card, from Markdown: `name` is for `timm.create_model`, the step counts `trained_at` are bold."""
+    """Of Markdown: `name` is for `timm.create_model`, the step counts `trained_at` are bold."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     license = license or cfg.get('license')
     if not license:

@@ -68,7 +68,7 @@ def _number_of_steps(name: str, k: Any) -> int | str:
     if isinstance(k, str) and k.endswith('%'):
         number(0., 10_000., open='(')(name, float(k[:-1]))
         return k
-    return int(number(1, LARGEST_STEPS)(name, integer(1)(name, k)))
+    return int(integer(1, most=LARGEST_STEPS)(name, k))
 
 
 def _of_update(name: str, k: Any) -> Any:

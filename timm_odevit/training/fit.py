@@ -126,7 +126,7 @@ def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def check_unused(folder: Path, resume: bool, file: Path) -> None:
-    """Refuse a folder in which a run left this file, unless that run is to be resumed."""
+    """Refuse a folder with this file, unless its run is to be resumed."""
     if not resume and file.exists():
         raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
 

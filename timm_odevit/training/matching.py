@@ -120,7 +120,7 @@ def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[f
 
 @torch.no_grad()
 def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> list[float]:
-    """The `softmax_times` of a teacher's layers, by batches of images [B, C, H, W] on its device."""
+    """The `softmax_times`, by batches of images [B, C, H, W] on the teacher's device."""
     moved, images = [], 0
     for batch in batches:
         with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
