@@ -71,7 +71,7 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """The norm and head of a model, if they give its logits for its last state."""
+    """Norm and head, if they give the logits for the last state."""
     if not getattr(model, 'num_classes', 0) or not callable(getattr(model, 'norm', None)):
         return None
 
@@ -89,7 +89,7 @@ def _call(block: Any, args: tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
 @dataclass(frozen=True, repr=False)
 class PerImage:
     """Measurements of B images; all fields but those in SHARED have a row for each."""
-    SHARED: ClassVar[tuple[str, ...]] = ('method', 'steps', 'prefix', 'class_token', 'times')
+    SHARED: ClassVar[tuple[str, ...]] = ('method', 'steps', 'prefix', 'times')
 
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != 'times'}
