@@ -73,7 +73,7 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 
 @contextmanager
 def random_states_kept(device: str | torch.device) -> Iterator[None]:
-    """Restore the random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
+    """Those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
     devices: Any = {'devices': []} if device.type in ('cpu', 'meta') else {
         'devices': [device], 'device_type': device.type}
@@ -92,7 +92,7 @@ def described(value: Any) -> str:
 
 
 def check_images(images: Any) -> None:
-    """Raise ValueError for anything but a batch of finite images [B, C, H, W]."""
+    """ValueError for anything but finite images [B, C, H, W]."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
         raise ValueError('images must be a floating-point tensor [N, C, H, W], normalised for the model; got '
                          f'{described(images)}.')

@@ -54,7 +54,7 @@ _STEPS = {'deit_tiny_k12_cifar100': 12}  # of published models that have other n
 
 
 def _cfg(name: str, classes: int | None = None) -> dict[str, Any]:
-    """`classes` is the number of a published model's."""
+    """`classes` is given for a published one."""
     base, base_args, _ = _MODELS.get(name.partition('.')[0], ('vit_tiny_patch16_224', {}, None))
     source: Any = timm.get_pretrained_cfg(base)
     size = base_args.get('img_size', 224)

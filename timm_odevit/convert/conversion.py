@@ -168,7 +168,7 @@ def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks])
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:
-    """The logits [B, classes] that a model gives for a last state [B, N, D]."""
+    """[B, classes], for a last state [B, N, D]."""
     if model.num_classes < 2:
         raise ValueError('Halting needs two classes or more. Set halting=None.')
     return model.forward_head(model.norm(state))
@@ -182,7 +182,7 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _set_input_size(model: Any, *args: Any, **kwargs: Any) -> None:
-    """The base's own method, on the blocks of all phases, also of those in which no step starts."""
+    """On the blocks of all phases, also of those in which no step starts."""
     hosts = [(host, ode) for host in model.modules() if isinstance(ode := host._modules.get('blocks'), OdeBlocks)]
     try:
         for host, ode in hosts:

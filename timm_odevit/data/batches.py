@@ -80,7 +80,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def is_pair(source: Any) -> bool:
-    """Whether this is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
+    """Whether this is images [N, C, H, W] and labels, and not two batches of images."""
     return (isinstance(source, (tuple, list)) and len(source) == 2
             and isinstance(source[0], Tensor) and isinstance(source[1], Tensor) and source[1].ndim < 4)
 
@@ -120,10 +120,7 @@ def _labelled(images: Tensor, labels: Any = None) -> tuple[Tensor, Any]:
 
 
 class Mapped:
-    """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both.
-
-    Labels are 0 where the loader gives images only.
-    """
+    """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both."""
 
     def __init__(self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = _labelled) -> None:
         self.loader, self.change, self.batches = loader, change, len(loader)
@@ -156,7 +153,7 @@ class Mapped:
 
 
 def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
-    """Batches of an even number of images, mixed by timm's Mixup; labels become probabilities [B, classes]."""
+    """By timm's Mixup; labels become probabilities [B, classes]."""
     if loader.batch_size % 2:
         raise ValueError(f'Pairs of images are mixed, so batch_size must be even; got {loader.batch_size}.')
     some = 1. if config.prob is None else config.prob
@@ -208,10 +205,7 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
 
 
 class Files(Dataset):
-    """Images of files [C, H, W] and their labels.
-
-    The next readable image takes the place of one that cannot be read, with its own label in training, or else -1.
-    """
+    """A readable image takes the place of one that cannot be read, with its own label in training, or else -1."""
 
     def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
         self.samples, self.training = samples, training

@@ -41,16 +41,16 @@ class Data:
         return int(self.plain(part).count)
 
     def sample(self, part: str, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """At most `count` random images of a part [N, C, H, W] that can be read, and their labels [N], on the CPU."""
+        """At most `count` random images [N, C, H, W] that can be read, and their labels [N], on the CPU."""
         return self.plain(part).sample(count, seed)  # type: ignore[no-any-return]
 
     def evaluated(self) -> tuple[Any, str]:
-        """A loader of the images to evaluate on, and what they are in words: val, else test, else all of them."""
+        """A loader, and what its images are in words: val, else test, else all of them."""
         part = 'val' if self.val is not None else 'test' if self.test is not None else 'train'
         return self.plain(part), self.words[part]
 
     def sha256(self) -> str:
-        """SHA-256 of all images and labels in memory, or of the names, sizes and labels of all files."""
+        """Of all images and labels in memory, or of the names, sizes and labels of all files."""
         hashes = [loader.sha256() for loader in (self.unaugmented, self.val, self.test) if loader is not None]
         return hashlib.sha256(' '.join(hashes).encode()).hexdigest()
 
@@ -123,7 +123,7 @@ def read_data(
 
 
 def with_test(data: Data, source: Any, model: Any) -> Data:
-    """The same data with all images of another source, in any form that `read_data` takes, as test images."""
+    """With all images of another source, in any form that `read_data` takes, as test images."""
     own = not data.labelled and data.num_classes > 0  # classes that are not the model's
     other = read_data(source, model, labels=data.labelled or own, held_out=0., any_classes=own)
     if own and other.classes != data.classes:
@@ -136,7 +136,7 @@ NOTE = 'held out of training, by hash: '  # a model's note of the share
 
 
 def held_out_of(model: Any) -> float | None:
-    """The share of its images that the training of a model held out by their hash, if that is known."""
+    """The share that the training of a model held out by hash, if that is known."""
     notes = map(str, (getattr(model, 'pretrained_cfg', None) or {}).get('notes') or ())
     return next((float(note[len(NOTE):]) for note in notes if re.fullmatch(NOTE + r'0(\.\d+)?', note)), None)
 

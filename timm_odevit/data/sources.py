@@ -90,7 +90,7 @@ def files_in(folder: Path) -> tuple[list[str], Tensor, list[str]]:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those in it, each once, with the names of their images; hidden ones do not count."""
+    """Each folder once, with the names of its images; hidden ones do not count."""
     seen = {os.path.realpath(root)}
     for folder, folders, files in os.walk(root, followlinks=True):
         paths = {name: os.path.join(folder, name) for name in folders if not name.startswith('.')}
@@ -106,7 +106,7 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
 def read_npz(
         path: str | Path, channels: int | None, labelled: bool = True,
 ) -> tuple[dict[str, Part], list[str] | None, int]:
-    """By part, images [N, C, S, S], if their channels are given, and labels [N]; names of the classes; their number."""
+    """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number."""
     x: dict[str, Tensor] = {}
     y: dict[str, Tensor] = {}
     try:

@@ -121,7 +121,7 @@ def _centred(x: Tensor, step: Callable[[Tensor], Tensor] = torch.Tensor.clone) -
 
 
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
+    """Vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
     growth = []
     product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
     for step, (before, after) in zip(flow.maps, pairwise(states), strict=True):

@@ -175,7 +175,7 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
 def _measured(
         task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int, validation: float, began: float,
 ) -> Any:
-    """Epochs, updates of each and mixed precision; `updates` are those of a pass, `validation` seconds of a batch."""
+    """A plan; `updates` are those of a pass, `validation` seconds of a batch."""
     seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
                for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}
     amp = min(seconds, key=seconds.__getitem__)
@@ -188,7 +188,7 @@ def _measured(
 
 
 def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:
-    """Seconds of an update, by a few on a copy of the task, in which each number of steps has its turn."""
+    """By a few on a copy of the task, in which each number of steps has its turn."""
     teacher = getattr(task, 'teacher', None)
     trial = copy.deepcopy(task, {} if teacher is None else {id(module): module for module in teacher.modules()})
     updates = 1 + max(TRIED, len(getattr(trial, 'counts', [None])[0] or ()))

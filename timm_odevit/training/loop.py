@@ -35,7 +35,7 @@ _SCORES = {  # by what is measured, whether more or less of it is better, and ho
 
 
 def models_of(task: TrainingTask) -> dict[str, nn.Module]:
-    """The model in training, and its moving average if there is one, without wrappers."""
+    """Also its moving average if there is one; without wrappers."""
     models = {'model': task.get_eval_model()}
     if task.has_ema():
         models['ema'] = task.get_eval_model(ema=True)
@@ -43,7 +43,7 @@ def models_of(task: TrainingTask) -> dict[str, nn.Module]:
 
 
 class Trainer:
-    """A task in training, with its data, its optimizer and timm's schedule over epochs of so many updates."""
+    """With timm's schedule over epochs of so many updates."""
 
     def __init__(self, task: Any, train_loader: Any, config: FitConfig, updates: int) -> None:
         self.task, self.loader, self.config, self.updates = task, train_loader, config, updates
@@ -142,7 +142,7 @@ def create_optimizer(model: nn.Module, config: FitConfig) -> Any:
 
 @cache
 def _muon_in_float32() -> Any:
-    """timm's Muon from a copy of its module, since it takes the dtype of its products from there."""
+    """From a copy of timm's module, since it takes the dtype of its products from there."""
     spec: Any = find_spec('timm.optim.muon')
     own: Any = module_from_spec(spec)
     spec.loader.exec_module(own)
@@ -151,7 +151,7 @@ def _muon_in_float32() -> Any:
 
 
 class Stream:
-    """A loader in epochs of `count` batches, each from a new order of the data, over and over if it has fewer."""
+    """In epochs of `count` batches, each from a new order of the data, over and over if it has fewer."""
 
     def __init__(self, loader: Any, count: int) -> None:
         self.loader, self.count, self.epoch = loader, count, 0
@@ -199,7 +199,7 @@ def words_of(record: dict[str, float]) -> str:
 
 
 def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:
-    """Validate the first batch with images that can be read; returns the seconds that another such batch takes."""
+    """The first with images that can be read; returns the seconds that another such batch takes."""
     batch = next((batch for batch in val_loader if not isinstance(batch, (tuple, list)) or len(batch[0])), None)
     if batch is None:
         raise ValueError('val_loader is empty. Give at least one batch, or None.')
