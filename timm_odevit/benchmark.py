@@ -42,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What was measured, on which machine; `print` gives a Markdown table for each batch size."""
+    """`print` gives a Markdown table for each batch size."""
     machine: dict[str, Any]
     timings: list[Timing]
 

@@ -96,7 +96,7 @@ def odevit_converted(
         pretrained: bool = False, base: str = 'vit_tiny_patch16_224', base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
-    """Any converted model, from the timm name of its base; takes the base's keywords and ode_*."""
+    """From the timm name of the base; takes the base's keywords and ode_*."""
     source = None
     with suppress(RuntimeError):  # an unknown tag
         source = timm.get_pretrained_cfg(base)

@@ -151,7 +151,7 @@ def _add(command: argparse.ArgumentParser, name: str, place: str | None, default
 
 
 def _add_settings(group: Any, module: str, name: str) -> None:
-    """Add an option for each setting of a class, as its docstring describes it."""
+    """An option for each setting of a class, as its docstring describes it."""
     settings = getattr(import_module(f'timm_odevit.{module}'), name)
     for f in fields(settings):
         options: dict[str, Any] = {'help': settings.about()[f.name].replace('%', '%%'), 'default': argparse.SUPPRESS}

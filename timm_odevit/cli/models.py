@@ -69,7 +69,7 @@ def _tower(name: str, num_classes: int | None = None) -> Any:
 
 
 def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
-    """What tells timm to load a file's weights, maybe Lightning's, with their classes."""
+    """Tells timm to load a file's weights, maybe Lightning's, with their classes."""
     try:
         state = load_state_dict(checkpoint)
     except RuntimeError as e:

@@ -24,7 +24,7 @@ SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product_
 
 @dataclass(frozen=True, repr=False)
 class Flow:
-    """A sequence of maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions."""
+    """Maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions."""
     start: Tensor  # [B, N, D] or [B, ...], before the first map, of B systems that do not act on one another
     maps: tuple[Callable[[Tensor], Tensor], ...]
     times: tuple[float, ...]  # before the first map and after each; one unit is one block of the base
@@ -50,7 +50,7 @@ class Flow:
 
 @contextmanager
 def follow(model: Any, images: Any = None) -> Iterator[Flow]:
-    """The flow of a model for images [B, C, H, W], valid inside: in eval mode, without gradients. A Flow is its own."""
+    """That of a model for images [B, C, H, W], valid inside: in eval mode, without gradients. A Flow is its own."""
     if isinstance(model, Flow):
         yield model
         return

@@ -110,6 +110,6 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
             steps.append([
                 *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
                 log_softmax_bound(heads).amax(dim=-1).exp()])
-        columns = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
-        return AttentionOverTime(*columns, flow.clock(last=-1), flow.prefix)
+        attention, rollout, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
+        return AttentionOverTime(attention, rollout, bound, flow.clock(last=-1), flow.prefix)
     return over_images(measure, model, images, batch_size)

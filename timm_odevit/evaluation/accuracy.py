@@ -80,7 +80,7 @@ def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Halting:
-    """A threshold for halting, and what it does to the images on which it was chosen."""
+    """A threshold, and what it does to the images on which it was chosen."""
     threshold: float  # for `halting_threshold` of an OdeConfig
     images: int
     nfe: float  # mean field evaluations per image
@@ -89,7 +89,7 @@ class Halting:
     full_top1: float  # that without halting
 
     def apply_(self, model: nn.Module) -> None:
-        """Turn halting on in a model, in place: its settings are saved with it."""
+        """Turn halting on, in place: the settings are saved with the model."""
         blocks = _blocks(model)
         blocks.config = replace(blocks.config, halting='entropy', halting_threshold=self.threshold)
 
@@ -150,7 +150,7 @@ def calibrate_halting(
 
 
 def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scores [B, K] after each step, and whether the answer there is right [B, K]."""
+    """After each step, the scores [B, K], and whether the answer is right [B, K]."""
     with watch_blocks([[blocks]]) as [(states, handed)]:  # a hook on a step would keep other threads from halting
         model(images.to(next(model.parameters())))
     if not handed:

@@ -138,7 +138,7 @@ class Evaluation(Generic[AnyResult]):
     trained_at: tuple[int, ...] = ()
 
     def table(self) -> str:
-        """The results as a Markdown table."""
+        """In Markdown."""
         rows = [['model', 'steps', 'NFE', 'parameters', *(heading for _, heading, _ in self.results[0].COLUMNS)]]
         for r in self.results:
             steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
@@ -147,7 +147,7 @@ class Evaluation(Generic[AnyResult]):
         return markdown_table(rows)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The results as JSON, with null for what is not finite; also write them to `path` if given."""
+        """With null for what is not finite; also writes them to `path` if given."""
         text = to_json([asdict(r) for r in self.results])
         if path is not None:
             write_text(Path(path), text)

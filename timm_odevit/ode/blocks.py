@@ -112,7 +112,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def layers(self) -> list[int]:
-        """The layer of the base that each block is, or in which a step starts."""
+        """The base's layer that each block is, or in which a step starts."""
         first, after = int(self.t), 1 + (self.config.blocks[1] if self.config.blocks else 0)
         return [*range(first - len(self.before), first), *(int(step.t + 1e-6) for step in self.solver),
                 *range(after, after + len(self.after))]

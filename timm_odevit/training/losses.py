@@ -19,7 +19,7 @@ from .matching import is_one_sequence, targets
 
 
 class TrajectoryPass(nn.Module):
-    """The loss of a student's trajectory, and its parts, in one `forward`, so that DistributedDataParallel can wrap it.
+    """The loss and its parts in one `forward`, so that DistributedDataParallel can wrap it.
 
     `times` are those of the teacher's states, by stage.
     """
@@ -95,7 +95,7 @@ class TrajectoryPass(nn.Module):
 
 
 def _follow(student: Any, images: Tensor, indices: list[Collection[int]]) -> tuple[Any, list[dict[int, Tensor]]]:
-    """Features for `forward_head`, and the states after some of the blocks of each stage."""
+    """Features for `forward_head`, and the states after some blocks of each stage."""
     if not any(indices):
         return student.forward_features(images), [{} for _ in indices]
     if isinstance(student, VisionTransformer):  # with an adaptive method too; others may not return prefix tokens

@@ -86,7 +86,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
 def layer_times(student: Any, teacher: Any, config: LossConfig, images: Iterable[Tensor]) -> list[list[float]]:
     """By stage, relative times in (0, 1] of the states after those of the teacher's layers that were converted.
 
-    Images, in batches on the teacher's device, are needed for checkpoints by 'distance'.
+    Images, in batches on its device, are for checkpoints by 'distance'.
     """
     found = []
     for ode, site in zip(find_ode_blocks(student), find_stages(teacher), strict=True):

@@ -48,7 +48,7 @@ class PreparedStage(NamedTuple):
 
 
 class Run:
-    """The stages of a recipe, prepared to train a student in place; states are kept in a folder or, without, in memory.
+    """Trains a student in place; states are kept in a folder or, without, in memory.
 
     The folder's run.json holds `about`, what must be the same when the run is resumed, and what was planned. `sample`
     are images [N, C, H, W] for checkpoints by distance.
