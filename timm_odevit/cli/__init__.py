@@ -99,7 +99,6 @@ def _is_for_the_user(error: Exception) -> bool:
 
 
 def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
-    """The parser of all commands, with the arguments of some."""
     top = argparse.ArgumentParser(
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',

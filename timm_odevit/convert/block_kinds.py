@@ -150,7 +150,6 @@ def find_stages(model: nn.Module) -> list[Site]:
 
 
 def class_token_comes_later(model: Any) -> bool:
-    """Whether a class token is added only after the blocks."""
     return isinstance(model, (Cait, Xcit))
 
 

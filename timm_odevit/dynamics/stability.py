@@ -53,7 +53,6 @@ def lyapunov_exponents(
         sweeps: How often, at most, tangent vectors go to the end and back, to turn towards the directions that grow
             most; an image is done when its exponents change by at most 1e-4.
         tokens: 'all' for the whole state; 'class' for the class token alone.
-        seed: Of the first tangent vectors.
 
     Examples:
         >>> found = lyapunov_exponents(student, images, count=2)

@@ -33,7 +33,7 @@ def evaluate(
         steps: Step counts of an ODE-ViT to measure; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype.
-        data, trained_at: What the images are, and the step counts of the training, for tables and plots.
+        data, trained_at: See `Evaluation`.
 
     Returns:
         One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,

@@ -91,7 +91,6 @@ def push_to_hub(
         repo_id: Created if it does not exist.
         results, dataset: Rows for the card, from `json.loads(evaluate(...).to_json())`, and the name of their dataset.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-        private: As in huggingface_hub.
 
     Returns the address of the commit. Raises ValueError if the model cannot be saved or its licence is not known,
     OSError if the Hub refused or could not be reached.

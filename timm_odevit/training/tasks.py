@@ -29,12 +29,10 @@ class TrajectoryDistillationTask(TrainingTask):
     JaSMin or exits.
 
     Args:
-        student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
         teacher: timm model of the same width and tokens; None with trajectory_weight and kd_weight 0.
         calibration: Images [N, C, H, W], or batches of them, normalised for the student, for checkpoints 'distance'.
         criterion: Loss on the labels; cross-entropy by default.
         device: By default the student's.
-        verbose: Log timm's messages.
         config: Or give any of LossConfig's settings as keywords.
 
     Raises TypeError or ValueError if the student is not an ODE-ViT, or does not fit its teacher or the loss.
