@@ -30,7 +30,7 @@ def evaluate(
     Args:
         model: [B, C, H, W] to logits [B, classes]; it does not change.
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors.
-        steps: Step counts of an ODE-ViT to measure; None for the model as it is.
+        steps: Step counts of an ODE-ViT; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype.
         data, trained_at: See `Evaluation`.

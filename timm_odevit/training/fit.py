@@ -42,7 +42,7 @@ def fit(
         val_loader: Batches held out from training, read after every epoch.
         out: Folder, shared by all processes; None saves nothing.
         resume: Go on from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
-        config: Settings; or give any of FitConfig's as keywords, such as epochs=10 or minutes=60.
+        config: Or give any of FitConfig's settings as keywords, such as epochs=10.
 
     Returns:
         One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
