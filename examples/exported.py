@@ -7,7 +7,6 @@ An .onnx file needs onnxruntime, a .pt2 file needs torch. Every file says how im
 import argparse
 import json
 import time
-from zipfile import ZipFile
 
 import numpy as np
 from PIL import Image
@@ -27,20 +26,14 @@ def load(file, threads=1):
     else:
         import torch
         torch.set_num_threads(threads)
-        with ZipFile(file) as archive:
-            compiled = any('aotinductor' in name for name in archive.namelist())
         extra = {'metadata.json': ''}
-        if compiled:
-            model = torch._inductor.aoti_load_package(file)
-            about = model.get_metadata()
-        else:
-            model = torch.export.load(file, extra_files=extra).module()
-            about = json.loads(extra['metadata.json'])
+        model = torch.export.load(file, extra_files=extra).module()
+        about = json.loads(extra['metadata.json'])
 
         def run(images):
             with torch.no_grad():
                 return model(torch.from_numpy(images)).numpy()
-    return run, {key: json.loads(value) for key, value in about.items() if not key.startswith(('AOTI_', 'onnx.'))}
+    return run, {key: json.loads(value) for key, value in about.items() if not key.startswith('onnx.')}
 
 
 def prepare(images, about):
@@ -51,7 +44,7 @@ def prepare(images, about):
     pixels = np.stack([np.asarray(Image.fromarray(image).resize((size, size), how)) for image in images])
     pixels = pixels[:, border:border + side, border:border + side]
     normal = (pixels / 255 - about['mean']) / about['std']
-    return np.ascontiguousarray(normal.transpose(0, 3, 1, 2), np.float32)  # aoti reads no other layout
+    return np.ascontiguousarray(normal.transpose(0, 3, 1, 2), np.float32)
 
 
 def main(file, data, limit=None, batch_size=50):

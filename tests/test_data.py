@@ -440,7 +440,7 @@ def test_files_that_are_no_images_are_said_and_left_out(vit, images, caplog):
     for file in (root / 'class4').iterdir():
         file.write_bytes(b'no image')
     with pytest.raises(ValueError, match=r"0.png' cannot be read as an image: Failed to decode"):
-        open_image(root / 'class1' / '0.png', vit())
+        open_image(root / 'class1' / '0.png', data_config(vit()))
     for workers in (0, 1):
         loader = read(root, vit(), batch_size=4, workers=workers, held_out=0.).plain()
         labels = torch.cat([labels for _, labels in loader])
@@ -590,7 +590,7 @@ def test_an_image_is_the_same_through_every_door(vit, tmp_path, options):
     np.savez(tmp_path / 'a.npz', x_train=pixels, y_train=np.zeros(20, int), x_test=pixels, y_test=np.zeros(20, int))
     folder, array = (read(source, model, labels=False, held_out=0.).plain() for source in (tmp_path, tmp_path / 'a.npz'))
     expected = next(iter(folder))[0]
-    assert torch.equal(expected[3], open_image(tmp_path / 'class0' / '03.png', model))
+    assert torch.equal(expected[3], open_image(tmp_path / 'class0' / '03.png', data_config(model)))
     exported = runpy.run_path(str(Path(__file__).parents[1] / 'examples' / 'exported.py'))
     level = 1 / 255 / min(data_config(model)['std'])
     for found in (next(iter(array))[0], torch.from_numpy(exported['prepare'](pixels, data_config(model)))):

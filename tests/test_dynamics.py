@@ -168,13 +168,12 @@ def test_the_lipschitz_constants_are_those_of_the_jacobian(vit, images):
             assert float(field[0, k]) == pytest.approx(float(torch.linalg.svdvals(J - torch.eye(len(J)))[0]), rel=1e-3)
 
 
-def test_g_k_bounds_the_eigenvalues_of_the_softmax_jacobian(vit, images):
+def test_g_1_bounds_the_eigenvalues_of_the_softmax_jacobian(vit, images):
     p = torch.randn(50, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64).mul(2).softmax(-1)
-    eigenvalues = torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None]).flip(-1)
-    bounds = log_softmax_bound(p, 6).exp()
-    assert (bounds >= eigenvalues - 1e-12).all()
+    eigenvalues = torch.linalg.eigvalsh(torch.diag_embed(p) - p[:, :, None] * p[:, None])
+    assert (log_softmax_bound(p).exp() >= eigenvalues[:, -1] - 1e-12).all()
     two = torch.tensor([0.5, 0.5])
-    assert float(log_softmax_bound(two, 1).exp()) == pytest.approx(0.5)  # the Jacobian's eigenvalue, exactly
+    assert float(log_softmax_bound(two).exp()) == pytest.approx(0.5)  # the Jacobian's eigenvalue, exactly
     found = attention_over_time(vit().eval(), images).softmax_bound
     assert found.shape == (3, 3, 2) and 0 < found.min() and found.max() <= 0.5
 
@@ -389,4 +388,3 @@ def test_rollout_multiplies_the_maps_of_all_steps(vit, images):
     assert torch.allclose(found.attention[:, 0], first[:, 0], atol=1e-6) and found.prefix == 1
     assert torch.allclose(found.rollout[:, 1], ((second + eye) / 2 @ (first + eye) / 2)[:, 0], atol=1e-6)
     assert torch.allclose(found.rollout.sum(-1), torch.ones(found.rollout.shape[:2]), atol=1e-5)
-    assert (found.entropy > 0).all() and (found.entropy <= math.log(first.shape[-1]) + 1e-6).all()

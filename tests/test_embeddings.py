@@ -98,7 +98,7 @@ def test_a_model_is_nearest_to_itself(vit):
 
 def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
     found = evaluate_embeddings(vit(num_classes=0), batches()).results[0]
-    assert found.cosine is None and found.knn is None and found.images == 12 and found.images_per_second > 0
+    assert found.cosine is None and found.knn is None and found.images == 12
     images = torch.cat([x for x, _ in batches()])
     assert evaluate_embeddings(vit(num_classes=0), images).results[0].images == 12
     with pytest.raises(ValueError, match=r'images \[B, C, H, W\] and labels \[B\]; got torch.float32'):

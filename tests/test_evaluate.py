@@ -36,7 +36,7 @@ def test_figures_are_per_image_whatever_the_batches(vit, data, size):
     assert s.top1 == pytest.approx(100 * right) and s.top5 == 100
     assert s.loss == pytest.approx(F.cross_entropy(logits, data[1]).item(), rel=1e-5)
     assert s.agreement == pytest.approx(100 * (logits.argmax(1) == target.argmax(1)).double().mean().item())
-    assert s.kept == pytest.approx(100 * s.top1 / t.top1) and s.images_per_second > 0
+    assert s.kept == pytest.approx(100 * s.top1 / t.top1)
     same = evaluate(model, data, teacher=model).results[1]  # a pair of tensors is a data set, too
     assert (same.agreement, same.kept, same.images, same.top1) == (100, pytest.approx(100), 23, pytest.approx(s.top1))
     assert s.parameters == sum(p.numel() for p in model.parameters())

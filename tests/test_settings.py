@@ -3,7 +3,6 @@ from dataclasses import FrozenInstanceError, dataclass, fields, replace
 
 import numpy as np
 import pytest
-import torch
 
 import timm_odevit
 from timm_odevit import FitConfig, LossConfig, OdeConfig, Recipe, TrajectoryDistillationTask, fit
@@ -102,14 +101,9 @@ def test_tab_completion_shows_the_public_names():
     assert dir(timm_odevit) == sorted(timm_odevit.__all__)
 
 
-def test_representations_are_short(vit):
-    model = timm_odevit.convert_(vit(), phases=2).model
-    found = timm_odevit.evaluate(model, (torch.randn(4, 3, 16, 16), torch.arange(4)), steps=(3, 6), data='noise', trained_at=(3,))
+def test_representations_are_short():
     recipe = Recipe.load('autonomous')
-    short = {OdeConfig(steps=6): 'OdeConfig(steps=6)', FitConfig(epochs=2): 'FitConfig(epochs=2)',
-             found: f'Evaluation(top-1 %: K = 3 {found.results[0].top1:.2f}, K = 6 {found.results[1].top1:.2f}; noise: 4 images; trained'}
-    for shown, text in short.items():
-        assert repr(shown).startswith(text) and len(repr(shown)) < 120
+    assert repr(OdeConfig(steps=6)) == 'OdeConfig(steps=6)' and repr(FitConfig(epochs=2)) == 'FitConfig(epochs=2)'
     assert eval(repr(OdeConfig(phases=2, T=3.))) == OdeConfig(phases=2, T=3.)
     assert eval(repr(recipe), {'Recipe': Recipe, 'Stage': Stage}) == recipe
 

@@ -29,7 +29,6 @@ SAMPLE = 32  # images over which a time is averaged, if it depends on the images
 
 @dataclass(frozen=True)
 class Timing:
-    """A model that was timed with batches of one size."""
     name: str  # the model, and in which state it ran
     batch_size: int
     seconds: float  # median of a call
@@ -43,7 +42,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """What was measured, on which machine; `print` gives a Markdown table for each batch size."""
+    """`print` gives a Markdown table for each batch size."""
     machine: dict[str, Any]
     timings: list[Timing]
 
@@ -151,7 +150,7 @@ def _time(
 
 
 def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
-    """Peak memory in bytes that a call allocates; it must have run once before."""
+    """Bytes that a call allocates; it must have run once before."""
     if torch.device(device).type == 'cuda':
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
@@ -168,7 +167,6 @@ def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
 
 
 def processor() -> str:
-    """The name of the processor."""
     path = Path('/proc/cpuinfo')
     name = re.search(r'(?m)^model name\s*: (.+)', path.read_text()) if path.exists() else None
     return name[1].strip() if name else platform.processor() or platform.machine()

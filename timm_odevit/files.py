@@ -81,7 +81,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def to_json(tree: Any) -> str:
-    """A tree of dicts, lists and values as JSON; numbers that are not finite become null."""
+    """Numbers that are not finite become null."""
     text = json.dumps(tree, default=lambda value: value.tolist())  # tensors, and NumPy's numbers
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + '\n'
 

@@ -68,13 +68,12 @@ def lent(model: nn.Module | None) -> Iterator[None]:
 
 
 def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
-    """Mixed precision in a dtype; nothing for None."""
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 
 @contextmanager
 def random_states_kept(device: str | torch.device) -> Iterator[None]:
-    """Restore the random states afterwards: those of Python, of NumPy, and of torch on the CPU and a device."""
+    """Those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
     devices: Any = {'devices': []} if device.type in ('cpu', 'meta') else {
         'devices': [device], 'device_type': device.type}
@@ -87,11 +86,16 @@ def random_states_kept(device: str | torch.device) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
+def described(value: Any) -> str:
+    """The dtype and shape of a tensor, or else the type of a value."""
+    return f'{value.dtype} {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
+
+
 def check_images(images: Any) -> None:
-    """Raise ValueError for anything but a batch of finite images [B, C, H, W]."""
+    """ValueError for anything but finite images [B, C, H, W]."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
-        what = f'{images.dtype} {list(images.shape)}' if isinstance(images, Tensor) else type(images).__name__
-        raise ValueError(f'images must be a floating-point tensor [N, C, H, W], normalised for the model; got {what}.')
+        raise ValueError('images must be a floating-point tensor [N, C, H, W], normalised for the model; got '
+                         f'{described(images)}.')
     if not images.is_meta and not torch.isfinite(images).all():
         raise ValueError('images must be finite; some values are not.')
 

@@ -54,7 +54,7 @@ _STEPS = {'deit_tiny_k12_cifar100': 12}  # of published models that have other n
 
 
 def _cfg(name: str, classes: int | None = None) -> dict[str, Any]:
-    """The configuration of a model; `classes` is that of a published one."""
+    """`classes` is given for a published one."""
     base, base_args, _ = _MODELS.get(name.partition('.')[0], ('vit_tiny_patch16_224', {}, None))
     source: Any = timm.get_pretrained_cfg(base)
     size = base_args.get('img_size', 224)
@@ -93,12 +93,10 @@ for _name, _row in _MODELS.items():
 
 @register_model
 def odevit_converted(
-        pretrained: bool = False,
-        base: str = 'vit_tiny_patch16_224',
-        base_args: dict[str, Any] | None = None,
+        pretrained: bool = False, base: str = 'vit_tiny_patch16_224', base_args: dict[str, Any] | None = None,
         **kwargs: Any,
 ) -> nn.Module:
-    """Any converted model, from the timm name of its base; takes the base's keywords and ode_*."""
+    """From the timm name of the base; takes the base's keywords and ode_*."""
     source = None
     with suppress(RuntimeError):  # an unknown tag
         source = timm.get_pretrained_cfg(base)

@@ -15,7 +15,6 @@ Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value
 
 
 def setting(default: Any, check: Check) -> Any:
-    """A field of Settings, with a check of its values."""
     return field(default=default, metadata={'check': check})
 
 
@@ -38,7 +37,6 @@ class Settings:
 
     @classmethod
     def names(cls) -> list[str]:
-        """Names of all settings."""
         return [f.name for f in fields(cls)]
 
     @classmethod
@@ -62,7 +60,7 @@ class Settings:
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:
-    """Raise TypeError for an unknown keyword; the message names the closest match."""
+    """The message names the closest match."""
     for key in given:
         if key not in known:
             raise TypeError(f"{caller} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "

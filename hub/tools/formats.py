@@ -14,7 +14,6 @@ import torch
 
 from timm_odevit import export_model
 from timm_odevit.benchmark import processor
-from timm_odevit.export.files import FORMATS
 from timm_odevit.files import to_json, write_text
 
 HUB = Path(__file__).parent.parent
@@ -31,8 +30,8 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     model, rows = timm.create_model(args.model, pretrained=True).eval(), []
     with tempfile.TemporaryDirectory() as folder:
-        for format, int8 in (('onnx', False), ('onnx', True), ('pt2', False), ('aoti', False)):
-            path = export_model(model, Path(folder, 'model' + FORMATS[format].suffix), format=format, int8=int8,
+        for format, int8 in (('onnx', False), ('onnx', True), ('pt2', False)):
+            path = export_model(model, Path(folder, f'model.{format}'), format=format, int8=int8,
                                 overwrite=True)
             top1, ms = exported.main(str(path), args.data, IMAGES)
             rows.append({'format': format, 'int8': int8, 'mb': path.stat().st_size / 1e6, 'top1': top1, 'ms': ms})

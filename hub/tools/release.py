@@ -100,8 +100,6 @@ def main():
         for name, text in zip(EARLIER, recipes, strict=False):
             (aside / name).write_text(text)
         (aside / 'recipe.yaml').write_text(recipe.to_yaml())
-        for r in rows:
-            del r['images_per_second']  # the machine was not idle
         history = json.loads((run / 'history.json').read_text())
         record = {
             'command': '\n'.join([*commands, args.command]),

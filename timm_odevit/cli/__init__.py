@@ -48,7 +48,7 @@ data  folder with one sub-folder of images per class, or train/ and val/ of that
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; return the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
+    """Returns the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
     argv = sys.argv[1:] if argv is None else argv
     top = parser(argv[:1])
     args, unknown = top.parse_known_args(argv)
@@ -99,7 +99,6 @@ def _is_for_the_user(error: Exception) -> bool:
 
 
 def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
-    """Build the parser of all commands, with the arguments of `commands`."""
     top = argparse.ArgumentParser(
         prog='odevit',
         description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
@@ -151,7 +150,7 @@ def _add(command: argparse.ArgumentParser, name: str, place: str | None, default
 
 
 def _add_settings(group: Any, module: str, name: str) -> None:
-    """Add an option for each setting of a class, as its docstring describes it."""
+    """An option for each setting of a class, as its docstring describes it."""
     settings = getattr(import_module(f'timm_odevit.{module}'), name)
     for f in fields(settings):
         options: dict[str, Any] = {'help': settings.about()[f.name].replace('%', '%%'), 'default': argparse.SUPPRESS}
@@ -187,7 +186,7 @@ def count(text: str) -> int:
 
 
 TYPES: dict[str, Any] = {  # by the placeholder; others are text
-    'N': count, 'N0': int, 'K-K,K,...': _counts, 'N,N,...': _counts, 'M': float, 'LR': float, 'SHARE': float}
+    'N': count, 'N0': int, 'K-K,K,...': _counts, 'N,N,...': _counts, 'M': float, 'SHARE': float}
 
 
 def recipe(args: argparse.Namespace) -> None:

@@ -18,7 +18,7 @@ from ..data.preprocessing import data_config, open_image, warn_of_other_classes
 from ..data.read import Data, held_out_of, read_data, with_test
 from ..data.sources import files_in
 from ..evaluation.embeddings import without_classifiers
-from ..export.files import FORMATS, load_exported, metadata
+from ..export.files import load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
@@ -142,7 +142,7 @@ def benchmark(args: Any) -> None:
 
 
 def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
-    """Images of a folder or an .npz, again from the start if there are too few."""
+    """Again from the start if there are too few."""
     images, _ = read_data(path, model, labels=False, held_out=0.).sample('train', count)
     return images[torch.arange(count) % len(images)].to(next(model.parameters()).device)
 
@@ -198,9 +198,9 @@ def export(args: Any) -> None:
     """Write a model to a file that runs without this package.
 
     model
-    [path]  file to write: .onnx, .html, or .pt2 for the others (default: the model's name)
-    --format {onnx,html,pt2,aoti}  for ONNX Runtime, a page that classifies pictures, for torch.export.load, or compiled
-        for this kind of processor (default: by the file's ending, or onnx)
+    [path]  file to write: .onnx, .html or .pt2 (default: the model's name)
+    --format {onnx,html,pt2}  for ONNX Runtime, a page that classifies pictures, or for torch.export.load (default: by
+        the file's ending, or onnx)
     -o,--out FILE  the same as path
     --int8  compute linear layers in int8, and store weights so (only onnx)
     --bits N  4 stores matrices in 4 bits (only onnx)
@@ -209,8 +209,7 @@ def export(args: Any) -> None:
     --overwrite  replace an existing file
     """
     model = load_with_steps(args)
-    out = args.path or args.out or (
-        Path(args.model.split(':')[-1]).resolve().name + FORMATS[args.format or 'onnx'].suffix)
+    out = args.path or args.out or f"{Path(args.model.split(':')[-1]).resolve().name}.{args.format or 'onnx'}"
     path = export_model(model, out, format=args.format, int8=args.int8, bits=args.bits, any_steps=args.any_steps,
                         overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')

@@ -17,7 +17,7 @@ TOWERS = ('open_clip:', 'transformers:')
 
 
 def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
-    """Build a model by name, if any, with --checkpoint and --img-size, if any, on the device."""
+    """Build a model by name, if any, with --checkpoint and --img-size, if any."""
     if name is None:
         return None
     model: Any
@@ -54,7 +54,7 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
 
 
 def _tower(name: str, num_classes: int | None = None) -> Any:
-    """The image tower of a model of open_clip or transformers, in float32."""
+    """In float32."""
     source, _, name = name.partition(':')
     if source == 'transformers':
         from transformers import AutoModel
@@ -69,7 +69,7 @@ def _tower(name: str, num_classes: int | None = None) -> Any:
 
 
 def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
-    """What tells timm to load a file's weights, maybe Lightning's, with their classes."""
+    """Tells timm to load a file's weights, maybe Lightning's, with their classes."""
     try:
         state = load_state_dict(checkpoint)
     except RuntimeError as e:
@@ -88,7 +88,6 @@ def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
 
 
 def load_with_steps(args: Any) -> Any:
-    """Build the command's model, with --steps if that is given."""
     model = load(args.model, args)
     if args.steps is not None:
         with_steps(model, args.steps)  # refuses what has no steps
@@ -103,13 +102,12 @@ def save(model: nn.Module, out: str) -> None:
 
 
 def check_file(file: str | None) -> None:
-    """Raise ValueError if a file cannot be written."""
     if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
         raise ValueError(f"Cannot write to '{file}': it is a folder, or its folder does not exist.")
 
 
 def refuse_existing(out: str, instead: str = 'remove it') -> None:
-    """Raise ValueError for a folder that is not empty; `instead` is the option that allows it."""
+    """`instead` is the option that allows a folder that is not empty."""
     path = Path(out)
     if path.is_file() or (path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir())):
         raise ValueError(f"'{out}' is not empty. Give another folder, or {instead}.")

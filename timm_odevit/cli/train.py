@@ -170,7 +170,6 @@ def convert(args: Any) -> None:
     out  folder to save to
     --checkpoint --img-size
     --random  do not load weights
-    --num-classes N0  number of classes; the head is random if the weights have another
     --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses --phases
     --force  write into a folder that is not empty
     --quiet
@@ -183,14 +182,10 @@ def convert(args: Any) -> None:
         raise ValueError('--size chooses the phases. Leave out --phases or --size.')
     if args.random and args.checkpoint:
         raise ValueError('--random and --checkpoint both say what the weights are. Give one.')
-    config, classes = OdeConfig(**settings), {} if args.num_classes is None else {'num_classes': args.num_classes}
-    model = load(args.model, args, pretrained=not args.random, **classes)
+    config, model = OdeConfig(**settings), load(args.model, args, pretrained=not args.random)
     if args.size is not None:
         config = choose_size(model, args.size, config)
     print(convert_(model, config, keep_original=False))
-    known = model.pretrained_cfg['num_classes']
-    if not args.random and model.num_classes and known != model.num_classes:
-        print(f'  head        new and random, for {model.num_classes} classes: the weights have {known}')
     save(model, args.out)
 
 
@@ -204,15 +199,10 @@ def calibrate(args: Any) -> None:
     --minutes M  minutes to spend (default: 5)
     --epochs N  instead of minutes
     --batch-size N [16]  images per update
-    --lr LR  peak learning rate (default: by what there is to learn, at most 1e-3)
-    --amp {bfloat16,float16}  mixed precision
-    --seed N0 [0]  seed for the order of the images
     --checkpoint --img-size --workers --quiet
     """
     refuse_existing(args.out)
     student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
-    data = read_data(args.images, student, DataConfig(batch_size=args.batch_size, workers=args.workers), labels=False,
-                     seed=args.seed)
-    calibrate_(student, teacher, data, minutes=args.minutes, epochs=args.epochs, lr=args.lr, amp=args.amp,
-               seed=args.seed, progress=not args.quiet)
+    data = read_data(args.images, student, DataConfig(batch_size=args.batch_size, workers=args.workers), labels=False)
+    calibrate_(student, teacher, data, minutes=args.minutes, epochs=args.epochs, progress=not args.quiet)
     save(student, args.out)

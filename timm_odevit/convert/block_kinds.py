@@ -127,7 +127,7 @@ class Site(NamedTuple):
         return list(self.host.blocks)
 
     def converted(self, config: OdeConfig) -> dict[int, Any]:
-        """The blocks that are converted, by layer."""
+        """By layer."""
         first, last = config.converted_layers(len(self.host.blocks))
         return {i: block for i, block in enumerate(self.host.blocks) if first <= i <= last}
 
@@ -150,7 +150,6 @@ def find_stages(model: nn.Module) -> list[Site]:
 
 
 def class_token_comes_later(model: Any) -> bool:
-    """Whether a class token is added only after the blocks."""
     return isinstance(model, (Cait, Xcit))
 
 

@@ -29,10 +29,7 @@ class Replacements:
             setattr(owner, name, new)
 
     def restore(self) -> None:
-        """Undo the replacements; what is put back follows the model's device and its mode.
-
-        Raises ValueError if the model no longer holds what replaced it.
-        """
+        """What is put back follows the model's device and its mode; ValueError if what replaced it is gone."""
         modules = [row for row in self._rows if isinstance(row[2], nn.Module)]
         if any(_own(owner, name) is not module for owner, name, module, _ in modules):
             raise ValueError(f'This model no longer holds {self.what}: it was restored already, or what was put in '
@@ -50,7 +47,7 @@ class Replacements:
 
 
 def _own(owner: Any, name: str) -> Any:
-    """An attribute of a module itself, not of its class; None if it has none."""
+    """An attribute of a module itself, not of its class, or None."""
     return owner._modules.get(name, vars(owner).get(name))
 
 
@@ -61,12 +58,11 @@ class Conversion(Replacements):
         model: The converted model.
         blocks: Its OdeBlocks: one, or one per stage.
         layers: Number of converted blocks.
-        config: Settings; without stages, steps and T are filled in.
-        parameters_before, parameters_after: Numbers of parameters.
+        config: Without stages, steps and T are filled in.
+        parameters_before, parameters_after: Their numbers.
 
     Examples:
         >>> done = convert_(vit)
-        >>> share = done.parameters_after / done.parameters_before
         >>> done.restore()
     """
     what = 'the blocks of this conversion'
@@ -111,11 +107,7 @@ class Conversion(Replacements):
 
 
 def convert_(
-        model: nn.Module,
-        config: OdeConfig | None = None,
-        *,
-        keep_original: bool = True,
-        **settings: Any,
+        model: nn.Module, config: OdeConfig | None = None, *, keep_original: bool = True, **settings: Any,
 ) -> Conversion:
     """Replace the blocks of a transformer with shared blocks that an ODE solver evaluates K times, in place.
 
@@ -123,9 +115,8 @@ def convert_(
 
     Args:
         model: A timm model with a sequence of blocks of one width, or with stages (Swin); see `list_convertible()`.
-        config: Settings; steps and T default to the number of converted layers.
-        keep_original: Keep the original blocks for `restore()`; False frees their memory.
-        **settings: Instead of `config`, any of its settings, such as steps=6.
+        config: Or give any of its settings as keywords, such as steps=6.
+        keep_original: For `restore()`; False frees their memory.
 
     Raises TypeError if the model has no blocks that can be converted, ValueError if it is already converted or the
     settings do not fit it.
@@ -146,7 +137,6 @@ def convert_(
 
 
 def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
-    """The OdeBlocks for one sequence of blocks."""
     blocks, chosen, own = site.blocks, site.converted(config), site.host is model
     first, last = min(chosen), max(chosen)
     info: Any = getattr(model, 'feature_info', None)
@@ -178,7 +168,7 @@ def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks])
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:
-    """The logits [B, classes] that a model gives for a last state [B, N, D]."""
+    """[B, classes], for a last state [B, N, D]."""
     if model.num_classes < 2:
         raise ValueError('Halting needs two classes or more. Set halting=None.')
     return model.forward_head(model.norm(state))
@@ -192,7 +182,7 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _set_input_size(model: Any, *args: Any, **kwargs: Any) -> None:
-    """The base's own method, on the blocks of all phases, also of those in which no step starts."""
+    """On the blocks of all phases, also of those in which no step starts."""
     hosts = [(host, ode) for host in model.modules() if isinstance(ode := host._modules.get('blocks'), OdeBlocks)]
     try:
         for host, ode in hosts:

@@ -31,7 +31,7 @@ def assignment(config: OdeConfig, blocks: Blocks) -> list[int]:
 
 
 def build_field(config: OdeConfig, blocks: Blocks) -> Field:
-    """The field, with weights of its own, that replaces consecutive blocks of the base; its mode is to be set."""
+    """With weights of its own; its mode is to be set."""
     assigned = assignment(config, blocks)
     groups: dict[int, list[Any]] = {}
     for block, index in zip(blocks.values(), assigned, strict=True):
@@ -67,7 +67,6 @@ def _set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
 
 
 def _build(config: OdeConfig, originals: list[Any]) -> Field:
-    """The field that replaces some blocks."""
     cls = FIELDS[config.field]
     base = (field_class(originals[0]) if cls is NativeField else cls).like(originals)
     if isinstance(base, NativeField):
@@ -94,5 +93,5 @@ def _spectral_init(field: Field) -> None:
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    """A tensor in float32, or in its own dtype if that is wider."""
+    """In float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -31,7 +31,7 @@ def check_convertible(model: nn.Module, config: OdeConfig | None = None, **setti
 
 
 def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
-    """Where the blocks of a model are, if it and its blocks can be converted so."""
+    """Where the blocks of a model are, if they can be converted so."""
     if unwrap_model(model) is not model:
         raise cannot_convert(model, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
     if converted := find_ode_blocks(model):
@@ -125,7 +125,7 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
-    """Whether a model can be converted; with which field and methods, or why not."""
+    """Whether it is possible; with which field and methods, or why not."""
     refusals = []
     for config in DEFAULT, OdeConfig(method='euler'), OdeConfig(field='lipschitz', method='euler', init='spectral'):
         try:
@@ -142,7 +142,7 @@ def convertibility(model: nn.Module) -> tuple[bool, str]:
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
-    """Parameters left after `convert_(model, config)`, for native fields."""
+    """Those left after `convert_(model, config)`, for native fields."""
     replaced: tuple[str, ...] = ()
     total = 0
     for site in find_stages(model):
@@ -158,7 +158,6 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
     """Choose the number of shared blocks, `phases`: as many as a size allows.
 
     Args:
-        model: Model that can be converted.
         target: Largest size: a share of the model's blocks, such as 0.25 or '25%'; a number of parameters, such as
             3_000_000 or '3M'; or what the parameters take in the model's dtype, such as '10MB'.
         config: All settings but phases.

@@ -16,9 +16,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampl
 from tqdm import tqdm
 
 from ..distributed import rank_and_world
-from ..hooks import random_states_kept
+from ..hooks import described, random_states_kept
 from ..settings import Settings, integer, number, setting
-from .preprocessing import data_config, described, dtype_of, image_mode, read_image
+from .preprocessing import data_config, dtype_of, image_mode, read_image
 
 _UNREADABLE = -1  # the label of an image file that cannot be read
 _logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class DataConfig(Settings):
 
     @property
     def mixes(self) -> bool:
-        """Whether images or labels of a batch are mixed or smoothed."""
+        """Whether images or labels are mixed or smoothed."""
         return any((self.mixup, self.cutmix, self.smoothing))
 
     def batch_of(self, images: int) -> int:
@@ -68,12 +68,11 @@ class DataConfig(Settings):
 
 
 def shuffled(count: int, seed: int) -> Tensor:
-    """The numbers below `count` in an order of their own for each seed."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(seed))
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader and its sampler which epoch comes next, if they ask for it."""
+    """Tell a loader and its sampler, if they ask for it."""
     each: Any
     for each in (loader, getattr(loader, 'sampler', None)):
         if hasattr(each, 'set_epoch'):
@@ -81,7 +80,7 @@ def set_epoch(loader: Any, epoch: int) -> None:
 
 
 def is_pair(source: Any) -> bool:
-    """Whether this is a pair of tensors, images [N, C, H, W] and labels, and not two batches of images."""
+    """Whether this is images [N, C, H, W] and labels, and not two batches of images."""
     return (isinstance(source, (tuple, list)) and len(source) == 2
             and isinstance(source[0], Tensor) and isinstance(source[1], Tensor) and source[1].ndim < 4)
 
@@ -91,8 +90,7 @@ def read_batches(
 ) -> Iterator[tuple[Tensor, Any]]:
     """The images [B, C, H, W] and labels [B] of each batch that is not empty, of a loader, a tensor or a pair of these.
 
-    Labels are None if `labels` is False, or if it is None and there are none. Tensors give batches of `size`; `bar`
-    names a progress bar.
+    Labels are None if `labels` is False, or if it is None and there are none. `size` is for tensors.
     """
     if isinstance(source, Tensor):
         source = source.split(size)
@@ -122,10 +120,7 @@ def _labelled(images: Tensor, labels: Any = None) -> tuple[Tensor, Any]:
 
 
 class Mapped:
-    """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both.
-
-    Labels are 0 where the loader gives images only.
-    """
+    """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both."""
 
     def __init__(self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = _labelled) -> None:
         self.loader, self.change, self.batches = loader, change, len(loader)
@@ -143,7 +138,6 @@ class Mapped:
         set_epoch(self.loader, epoch)
 
     def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
-        """The next images and their labels, at most so many."""
         batches: list[Any] = []
         with random_states_kept('cpu'):
             torch.manual_seed(seed)
@@ -159,7 +153,7 @@ class Mapped:
 
 
 def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
-    """Batches of an even number of images, mixed by timm's Mixup; labels become probabilities [B, classes]."""
+    """By timm's Mixup; labels become probabilities [B, classes]."""
     if loader.batch_size % 2:
         raise ValueError(f'Pairs of images are mixed, so batch_size must be even; got {loader.batch_size}.')
     some = 1. if config.prob is None else config.prob
@@ -171,9 +165,8 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
 class ArrayLoader:
     """Batches (images [B, C, H, W], labels [B]) of images in memory [N, C, S, S] and their labels [N].
 
-    `prepare` makes of a batch what the model expects. With a seed, they are for training: their order depends only on
-    it and the epoch, `augment` draws from torch's global generator, an incomplete last batch is dropped, and each of
-    several processes has its own part.
+    With a seed, they are for training: their order depends only on it and the epoch, `augment` draws from torch's
+    global generator, an incomplete last batch is dropped, and each of several processes has its own part.
     """
 
     def __init__(
@@ -205,7 +198,6 @@ class ArrayLoader:
 
 
 def hash_of(tensors: Iterable[Tensor]) -> str:
-    """SHA-256 of the concatenated bytes of tensors."""
     digest = hashlib.sha256()
     for tensor in tensors:
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
@@ -213,10 +205,7 @@ def hash_of(tensors: Iterable[Tensor]) -> str:
 
 
 class Files(Dataset):
-    """Images of files [C, H, W] and their labels.
-
-    The next readable image takes the place of one that cannot be read, with its own label in training, or else -1.
-    """
+    """A readable image takes the place of one that cannot be read, with its own label in training, or else -1."""
 
     def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
         self.samples, self.training = samples, training
@@ -262,21 +251,12 @@ class FileLoader(DataLoader):
 
 
 def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int) -> Any:
-    """timm's loader of image files, shuffled and augmented."""
     dataset: Any = Files(samples, model, training=True)
     loader = create_loader(
-        dataset,
-        **data_config(model),
-        batch_size=config.batch_of(len(samples)),
-        is_training=True,
-        scale=(0.35, 1.),
-        re_prob=config.reprob,
-        num_workers=_workers(config),
-        distributed=rank_and_world()[1] > 1,
+        dataset, **data_config(model), batch_size=config.batch_of(len(samples)), is_training=True, scale=(0.35, 1.),
+        re_prob=config.reprob, num_workers=_workers(config), distributed=rank_and_world()[1] > 1,
         persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
-        device=torch.device('cpu'),
-        use_prefetcher=False,
-    )
+        device=torch.device('cpu'), use_prefetcher=False)
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.seed = seed
     return loader

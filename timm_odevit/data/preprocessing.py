@@ -32,7 +32,6 @@ def dtype_of(model: Any) -> torch.dtype:
 
 
 def image_mode(channels: int) -> str:
-    """Pillow's mode of images with so many channels."""
     if channels not in _MODES:
         raise ValueError(f'Image files have 1, 3 or 4 channels; the model takes {channels}. Give tensors or an .npz.')
     return _MODES[channels]
@@ -52,9 +51,8 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
         raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
 
 
-def open_image(file: str | Path, model: Any) -> Tensor:
-    """An image file as a model, or a data_config, expects it [C, H, W], in float32; or ValueError."""
-    cfg = model if isinstance(model, dict) else data_config(model)
+def open_image(file: str | Path, cfg: dict[str, Any]) -> Tensor:
+    """An image file as a data_config says [C, H, W], in float32; or ValueError."""
     transform: Any = create_transform(**cfg, is_training=False)
     return transform(read_image(file, image_mode(cfg['input_size'][0])))  # type: ignore[no-any-return]
 
@@ -106,11 +104,6 @@ def model_name(model: Any) -> str:
     return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 
-def described(value: Any) -> str:
-    """The dtype and shape of a tensor, or else the type of a value."""
-    return f'{value.dtype} {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
-
-
 def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
     """Labels [B] in int64; ValueError unless they are whole numbers from 0, and those of a model's classes."""
     if classes == 1:
@@ -125,14 +118,13 @@ def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
 
 
 def class_names(model: Any) -> list[str] | None:
-    """The names of a model's classes, if it has them."""
     names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
     good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
     return list(map(str, names)) if good else None
 
 
 def check_names(names: Sequence[str], source: Any) -> None:
-    """Raise ValueError for names of classes with which a saved model would not load."""
+    """Refuse names with which a saved model would not load."""
     for name in names:
         if not printable(name) or '\n' in name:
             raise ValueError(f"'{source}' has the class {name!r}, whose name cannot be printed. Rename it.")

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.data import is_img_extension
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
@@ -35,24 +34,23 @@ class Data:
     held_out: float = 0.  # share of the images to train on that was held out of them for `val`
 
     def plain(self, part: str = 'train') -> Any:
-        """A loader of the images of 'train', 'val' or 'test' in order, not augmented."""
+        """A loader in order, not augmented."""
         return self.unaugmented if part == 'train' else getattr(self, part)
 
     def count(self, part: str = 'train') -> int:
         return int(self.plain(part).count)
 
     def sample(self, part: str, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """At most `count` random images of a part [N, C, H, W] that can be read, and their labels [N], on the CPU."""
-        images, labels = self.plain(part).sample(count, seed)
-        return images, labels
+        """At most `count` random images [N, C, H, W] that can be read, and their labels [N], on the CPU."""
+        return self.plain(part).sample(count, seed)  # type: ignore[no-any-return]
 
     def evaluated(self) -> tuple[Any, str]:
-        """A loader of the images to evaluate on, and what they are in words: val, else test, else all of them."""
+        """A loader, and what its images are in words: val, else test, else all of them."""
         part = 'val' if self.val is not None else 'test' if self.test is not None else 'train'
         return self.plain(part), self.words[part]
 
     def sha256(self) -> str:
-        """SHA-256 of all images and labels in memory, or of the names, sizes and labels of all files."""
+        """Of all images and labels in memory, or of the names, sizes and labels of all files."""
         hashes = [loader.sha256() for loader in (self.unaugmented, self.val, self.test) if loader is not None]
         return hashlib.sha256(' '.join(hashes).encode()).hexdigest()
 
@@ -69,14 +67,13 @@ def read_data(
       without labels, any folder, or its train/;
     - an .npz with uint8 images x_train and x_test [N, S, S, C] or [N, S, S]; labels y_train and y_test [N]; and maybe
       classes, their names. Without labels, x_train is enough;
-    - images [N, C, H, W] normalised for the model, or a pair of such and labels [N]; they are not augmented;
+    - images [N, C, H, W] normalised for the model, or a pair of such and labels [N], which are not augmented;
     - a loader with a length, of batches of images or (images, labels), of which nothing is held out.
 
     Classes that are called as some of the model's get its labels. Others must be as many, in the same order (that of
     folders is the alphabet's), unless `any_classes`. If `labels` is None, they are ignored where they do not fit; if
     False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is the share, of those held out, that are
-    the test images if there are none (half of a val/). `limit` is the number of images of each part, for a rehearsal.
-    `seed` is that of the order.
+    the test images if there are none (half of a val/). `limit` is the number of images of each part.
     """
     if isinstance(source, Data):
         return source
@@ -126,7 +123,7 @@ def read_data(
 
 
 def with_test(data: Data, source: Any, model: Any) -> Data:
-    """The same data with all images of another source, in any form that `read_data` takes, as test images."""
+    """With all images of another source, in any form that `read_data` takes, as test images."""
     own = not data.labelled and data.num_classes > 0  # classes that are not the model's
     other = read_data(source, model, labels=data.labelled or own, held_out=0., any_classes=own)
     if own and other.classes != data.classes:
@@ -139,7 +136,7 @@ NOTE = 'held out of training, by hash: '  # a model's note of the share
 
 
 def held_out_of(model: Any) -> float | None:
-    """The share of its images that the training of a model held out by their hash, if that is known."""
+    """The share that the training of a model held out by hash, if that is known."""
     notes = map(str, (getattr(model, 'pretrained_cfg', None) or {}).get('notes') or ())
     return next((float(note[len(NOTE):]) for note in notes if re.fullmatch(NOTE + r'0(\.\d+)?', note)), None)
 
@@ -148,8 +145,6 @@ def _kind(source: Any) -> str:
     if isinstance(source, (str, os.PathLike)):
         if not os.path.exists(source):
             raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
-        if os.path.isfile(source) and is_img_extension(Path(source).suffix.lower()):
-            raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
         return 'folder' if os.path.isdir(source) else 'npz'
     if hasattr(source, '__array__') and not isinstance(source, Tensor):
         raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
@@ -160,7 +155,7 @@ def _kind(source: Any) -> str:
 def _parts(
         source: Any, kind: str, model: Any, labelled: bool, training: bool, any_classes: bool,
 ) -> tuple[dict[str, Part], list[str] | None, int, dict[str, str]]:
-    """The parts of some data, with labels of its own; the names of its classes; their number; the parts in words."""
+    """The parts, with labels of the data's own; the names of its classes; their number; the parts in words."""
     if kind == 'npz':
         words = {part: f'x_{part} of {source}' for part in ('train', 'test')}
         return *read_npz(source, getattr(model, 'in_chans', None), labelled), words
@@ -185,7 +180,7 @@ def _parts(
 def _loaders(
         parts: dict[str, Part], kind: str, model: Any, config: DataConfig, seed: int,
 ) -> tuple[Any, dict[str, Any]]:
-    """A loader to train with, if there is a part for that, and a loader of each part in order."""
+    """A loader to train with, if there is a part for that, and one of each part in order."""
     if kind == 'folder':
         samples = {part: list(zip(files, labels.tolist(), strict=True)) for part, (files, labels) in parts.items()}
         train = training_loader(samples['train'], model, config, seed) if 'train' in samples else None
@@ -215,8 +210,8 @@ def _augment(images: Tensor, padding: int = 4, flip: float = 0.5, reprob: float 
 
 
 def classes_of(source: Any) -> tuple[list[str] | None, int]:
-    """The names of the classes of some data, if known, and their number, for a model that does not exist yet."""
+    """Names, if known, and number, for a model that does not exist yet."""
     kind = _kind(source)
     if kind == 'loader':
-        raise ValueError('The number of classes of a loader is not known. Give num_classes, or another source.')
+        raise ValueError('The number of classes of a loader is not known. Give num_classes.')
     return _parts(source, kind, None, labelled=True, training=True, any_classes=True)[1:3]

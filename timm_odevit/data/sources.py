@@ -11,8 +11,9 @@ from timm.data import get_img_extensions, is_img_extension
 from timm.utils import natural_key
 from torch import Tensor
 
+from ..hooks import described
 from ..settings import one_line
-from .preprocessing import check_labels, check_names, described
+from .preprocessing import check_labels, check_names
 
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
 # the parts of a data set, by the names of their folders
@@ -55,8 +56,8 @@ def read_folder(root: Path, training: bool, others: bool = False) -> tuple[dict[
 def folder_parts(root: str | Path) -> dict[str, Path]:
     """The parts of a data set, by 'train', 'val' and 'test'; no parts if the folder holds the classes itself.
 
-    Parts are called train, val or test (or training, valid, validation, eval, evaluation) and hold a folder for each
-    class; a class that holds images may be called so, too. ValueError if that is not clear.
+    Parts are called as in _PARTS and hold a folder for each class; a class that holds images may be called so, too.
+    ValueError if that is not clear.
     """
     folders = [child for child in sorted(Path(root).iterdir())
                if child.is_dir() and not child.name.startswith('.') and any(names for _, names in _walk(child))]
@@ -89,7 +90,7 @@ def files_in(folder: Path) -> tuple[list[str], Tensor, list[str]]:
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those in it, each once, with the names of their images; hidden ones do not count."""
+    """Each folder once, with the names of its images; hidden ones do not count."""
     seen = {os.path.realpath(root)}
     for folder, folders, files in os.walk(root, followlinks=True):
         paths = {name: os.path.join(folder, name) for name in folders if not name.startswith('.')}
@@ -105,7 +106,7 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
 def read_npz(
         path: str | Path, channels: int | None, labelled: bool = True,
 ) -> tuple[dict[str, Part], list[str] | None, int]:
-    """By part, images [N, C, S, S], if their channels are given, and labels [N]; names of the classes; their number."""
+    """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number."""
     x: dict[str, Tensor] = {}
     y: dict[str, Tensor] = {}
     try:
@@ -136,7 +137,7 @@ def read_npz(
 
 
 def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
-    """Labels of so many images [N] in int64; raises ValueError for others."""
+    """Labels of so many images [N] in int64, or ValueError."""
     if not isinstance(labels, Tensor) or labels.shape != (count,) or labels.dtype == torch.bool or (
             labels.is_floating_point() or labels.is_complex()):
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '
@@ -180,11 +181,10 @@ def _hash(image: Tensor | str) -> float:
 
 
 def taken(part: Part, index: Tensor) -> Part:
-    """Some images of a part, and their labels."""
     images, labels = part
     return images[index] if isinstance(images, Tensor) else [images[i] for i in index.tolist()], labels[index]
 
 
 def spread(total: int, count: int) -> Tensor:
-    """At most `count` of the numbers below `total`, evenly spread."""
+    """At most `count` of the numbers below `total`."""
     return torch.linspace(0, total - 1, min(count, total)).round().long().unique()

@@ -24,7 +24,7 @@ SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product_
 
 @dataclass(frozen=True, repr=False)
 class Flow:
-    """A sequence of maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions."""
+    """Maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions."""
     start: Tensor  # [B, N, D] or [B, ...], before the first map, of B systems that do not act on one another
     maps: tuple[Callable[[Tensor], Tensor], ...]
     times: tuple[float, ...]  # before the first map and after each; one unit is one block of the base
@@ -50,7 +50,7 @@ class Flow:
 
 @contextmanager
 def follow(model: Any, images: Any = None) -> Iterator[Flow]:
-    """The flow of a model for images [B, C, H, W], valid inside: in eval mode, without gradients. A Flow is its own."""
+    """That of a model for images [B, C, H, W], valid inside: in eval mode, without gradients. A Flow is its own."""
     if isinstance(model, Flow):
         yield model
         return
@@ -71,7 +71,7 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:
-    """The norm and head of a model, if they give its logits for its last state."""
+    """Norm and head, if they give the logits for the last state."""
     if not getattr(model, 'num_classes', 0) or not callable(getattr(model, 'norm', None)):
         return None
 
@@ -89,7 +89,7 @@ def _call(block: Any, args: tuple[Any, ...], kwargs: Any, x: Tensor) -> Tensor:
 @dataclass(frozen=True, repr=False)
 class PerImage:
     """Measurements of B images; all fields but those in SHARED have a row for each."""
-    SHARED: ClassVar[tuple[str, ...]] = ('method', 'steps', 'prefix', 'class_token', 'times')
+    SHARED: ClassVar[tuple[str, ...]] = ('method', 'steps', 'prefix', 'times')
 
     def __repr__(self) -> str:
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != 'times'}
@@ -100,7 +100,6 @@ class PerImage:
 
 
 def joined(parts: Sequence[Measured]) -> Measured:
-    """The measurements of several batches as one."""
     columns = {f.name: [getattr(part, f.name) for part in parts]
                for f in fields(parts[0]) if f.name not in PerImage.SHARED}
     return replace(parts[0], **{name: torch.cat(rows) if isinstance(rows[0], Tensor) else sum(rows, ())
@@ -108,7 +107,6 @@ def joined(parts: Sequence[Measured]) -> Measured:
 
 
 def over_images(measure: Callable[[Flow], Measured], model: Any, images: Images, batch_size: int) -> Measured:
-    """Measure a flow, or a model on images, batch by batch."""
     parts: list[Measured] = []
     batches = [(None, None)] if isinstance(model, Flow) else read_batches(images, labels=False, size=batch_size)
     for batch, _ in batches:

@@ -32,10 +32,9 @@ def discretisation_errors(
         model: Any, images: Images, *, methods: str | Sequence[str] | None = None,
         steps: int | Sequence[int] | None = None, fine: int = 8, batch_size: int = 16,
 ) -> list[DiscretisationError]:
-    """Compare solutions of a model's ODE with one by rk4 on a fine grid.
+    """Compare solutions of an ODE-ViT's ODE with one by rk4 on a fine grid; see `timm_odevit.dynamics`.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`; an ODE-ViT.
         methods: Fixed-step method or methods; None for the model's own.
         steps: Number or numbers of steps; None for half, all and twice the model's own.
         fine: Steps of the reference per unit of time, an even number.

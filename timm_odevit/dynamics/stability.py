@@ -42,19 +42,17 @@ def lyapunov_exponents(
         model: Any, images: Images = None, *, count: int = 1, sweeps: int = 50, tokens: str = 'all',
         batch_size: int = 16, seed: int = 0,
 ) -> Exponents:
-    """The leading finite-time Lyapunov exponents of a model, for each image.
+    """The leading finite-time Lyapunov exponents of a model, for each image; see `timm_odevit.dynamics`.
 
     Neighbouring states draw apart (above 0) or together (below 0); the largest is log(s) / T, with the largest singular
     value s of the Jacobian of the whole map. What is added to all channels of a token alike is left out if all maps
     pass it on, as blocks behind LayerNorm do: else no largest exponent could be below 0.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
         count: Number m of exponents.
         sweeps: How often, at most, tangent vectors go to the end and back, to turn towards the directions that grow
             most; an image is done when its exponents change by at most 1e-4.
         tokens: 'all' for the whole state; 'class' for the class token alone.
-        seed: Seed of the first tangent vectors.
 
     Examples:
         >>> found = lyapunov_exponents(student, images, count=2)
@@ -122,7 +120,7 @@ def _centred(x: Tensor, step: Callable[[Tensor], Tensor] = torch.Tensor.clone) -
 
 
 def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
-    """Tangent vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
+    """Vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
     growth = []
     product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
     for step, (before, after) in zip(flow.maps, pairwise(states), strict=True):
@@ -162,11 +160,10 @@ def lipschitz_constants(
 ) -> LipschitzConstants:
     """The largest singular value of the Jacobian of a model's field, at the states that the model passes through.
 
-    The field is the increment of the state over a step, per unit of time.
+    The field is the increment of the state over a step, per unit of time; see `timm_odevit.dynamics`.
 
     Args:
-        model, images, batch_size: See `timm_odevit.dynamics`.
-        iterations: Iterations of the power method; the values converge from below.
+        iterations: Of the power method; the values converge from below.
 
     Examples:
         >>> found = lipschitz_constants(student, images)
@@ -191,14 +188,14 @@ def lipschitz_constants(
     return over_images(measure, model, images, batch_size)
 
 
-def log_softmax_bound(attention: Tensor, k: int) -> Tensor:
-    """log g_1, ..., log g_max(k, 1) for rows of probabilities [..., N], in nats [..., max(k, 1)].
+def log_softmax_bound(attention: Tensor) -> Tensor:
+    """log g_1 for rows of probabilities [..., N], in nats [...].
 
-    g_k = p_k (1 - p_k + p_k+1), with p in descending order, bounds the k-th eigenvalue of the Jacobian of softmax,
-    diag(p) - p p^T, from above. Source: JaSMin, arXiv 2507.07814.
+    g_1 = p (1 - p + q), with the largest two, bounds the eigenvalues of the Jacobian of softmax, diag(p) - p p^T, from
+    above. Source: JaSMin, arXiv 2507.07814.
     """
-    p = F.pad(attention, (0, 1)).topk(max(k, 1) + 1, dim=-1).values  # p_n+1 = 0
-    return (p[..., :-1] * (1 - p[..., :-1] + p[..., 1:])).clamp_min(torch.finfo(p.dtype).tiny).log()
+    p, q = F.pad(attention, (0, 1)).topk(2, dim=-1).values.unbind(-1)  # of a single token, q = 0
+    return (p * (1 - p + q)).clamp_min(torch.finfo(p.dtype).tiny).log()
 
 
 @torch.no_grad()

@@ -86,11 +86,9 @@ class AttentionOverTime(PerImage):
     """The attention of the class token, or else of the mean token, in K steps, averaged over the heads."""
     attention: Tensor  # [B, K, N], probabilities
     rollout: Tensor  # [B, K, N], of all steps so far together: of x + h attention(x), x counts 1 and attention h
-    entropy: Tensor  # [B, K], mean entropy of the rows of the maps, in nats
     softmax_bound: Tensor  # [B, K, heads], JaSMin's g_1, the largest over the query rows, at most 1/2
     times: Tensor  # [K], at which the steps start
     prefix: int  # tokens that come before those of the patches
-    class_token: bool
 
 
 def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> AttentionOverTime:
@@ -111,9 +109,7 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
             through = mixed if through is None else mixed @ through
             steps.append([
                 *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
-                torch.special.entr(heads).sum(dim=-1).mean(dim=(1, 2)),
-                log_softmax_bound(heads, 1)[..., 0].amax(dim=-1).exp()])
-        attention, rollout, entropy, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
-        return AttentionOverTime(
-            attention, rollout, entropy, bound, flow.clock(last=-1), flow.prefix, flow.class_token)
+                log_softmax_bound(heads).amax(dim=-1).exp()])
+        attention, rollout, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
+        return AttentionOverTime(attention, rollout, bound, flow.clock(last=-1), flow.prefix)
     return over_images(measure, model, images, batch_size)

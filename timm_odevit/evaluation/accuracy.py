@@ -30,11 +30,10 @@ def evaluate(
     Args:
         model: [B, C, H, W] to logits [B, classes]; it does not change.
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors.
-        steps: Step counts of an ODE-ViT to measure; None for the model as it is.
+        steps: Step counts of an ODE-ViT; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype.
-        progress: Show a progress bar.
-        data, trained_at: What the images are, and the step counts of the training, for tables and plots.
+        data, trained_at: See `Evaluation`.
 
     Returns:
         One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,
@@ -54,20 +53,20 @@ def evaluate(
                          'classes.')
     results: list[Result] = []
     taught = torch.empty(0)
-    for run in passes(model, loader, _score, steps=steps, teacher=teacher, amp_dtype=amp_dtype, progress=progress):
-        predicted, right, losses = run.columns
+    for about, name, (predicted, right, losses), _ in passes(
+            model, loader, _score, steps=steps, teacher=teacher, amp_dtype=amp_dtype, progress=progress):
         if without := int((predicted == NO_CLASS).sum()):
-            warnings.warn(f'{run.name}: the logits of {without} of {len(right)} images are NaN. They count as wrong.',
+            warnings.warn(f'{name}: the logits of {without} of {len(right)} images are NaN. They count as wrong.',
                           RuntimeWarning, stacklevel=2)
         top1, top5 = (100 * hits.sum().item() / len(right) for hits in (right[:, 0], right))
         agreement = kept = None
-        if run.kind == 'teacher':
+        if about['model'] == 'teacher':
             taught, kept = predicted, 100.
         elif teacher is not None:
             agreement = 100 * ((predicted == taught) & (predicted != NO_CLASS)).double().mean().item()
             kept = 100 * top1 / results[0].top1 if results[0].top1 else None
-        results.append(Result(model=run.kind, top1=top1, top5=top5, loss=losses.double().mean().item(),
-                              agreement=agreement, kept=kept, **run.about))
+        results.append(Result(top1=top1, top5=top5, loss=losses.double().mean().item(), agreement=agreement, kept=kept,
+                              **about))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
@@ -81,7 +80,7 @@ def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Halting:
-    """A threshold for halting, and what it does to the images on which it was chosen."""
+    """A threshold, and what it does to the images on which it was chosen."""
     threshold: float  # for `halting_threshold` of an OdeConfig
     images: int
     nfe: float  # mean field evaluations per image
@@ -90,7 +89,7 @@ class Halting:
     full_top1: float  # that without halting
 
     def apply_(self, model: nn.Module) -> None:
-        """Turn halting on in a model, in place: its settings are saved with it."""
+        """Turn halting on, in place: the settings are saved with the model."""
         blocks = _blocks(model)
         blocks.config = replace(blocks.config, halting='entropy', halting_threshold=self.threshold)
 
@@ -111,8 +110,7 @@ def calibrate_halting(
         model: ODE-ViT with one sequence of blocks, a fixed-step method and a head with two classes or more.
         loader: Batches (images [B, C, H, W], labels [B]), or one pair of tensors; of images alone, the answers of the
             full run count as right.
-        max_drop: Largest loss of accuracy, as a share of all images: 0.005 for half a percentage point.
-        progress: Show a progress bar.
+        max_drop: As a share of all images: 0.005 for half a percentage point.
 
     Raises TypeError for another model, and ValueError if no image can halt in it, or labels do not fit its classes.
 
@@ -152,7 +150,7 @@ def calibrate_halting(
 
 
 def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The scores [B, K] after each step, and whether the answer there is right [B, K]."""
+    """After each step, the scores [B, K], and whether the answer is right [B, K]."""
     with watch_blocks([[blocks]]) as [(states, handed)]:  # a hook on a step would keep other threads from halting
         model(images.to(next(model.parameters())))
     if not handed:

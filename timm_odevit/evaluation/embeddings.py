@@ -35,7 +35,7 @@ def evaluate_embeddings(
         loader: As in `evaluate`; images alone without `labelled` and `class_embeddings`.
         labelled: Batches or a pair of other images and their labels, such as the training images.
         class_embeddings: Embedding of each class [classes, E], of any norm.
-        steps, teacher, amp_dtype, progress, data, trained_at: As in `evaluate`.
+        steps, teacher, amp_dtype, data, trained_at: As in `evaluate`.
 
     Returns:
         One EmbeddingResult for the teacher, if any, and one for each step count. Embeddings that are not finite count
@@ -56,14 +56,13 @@ def evaluate_embeddings(
     scored = labelled is not None or class_embeddings is not None
     results: list[EmbeddingResult] = []
     reference = None
-    for run in passes(model, loader, _row, steps=steps, teacher=teacher, others=labelled, labels=scored,
-                      amp_dtype=amp_dtype, progress=progress):
-        ours, finite, labels = run.columns
-        found: dict[str, Any] = {}
+    for found, name, (ours, finite, labels), others in passes(
+            model, loader, _row, steps=steps, teacher=teacher, others=labelled, labels=scored, amp_dtype=amp_dtype,
+            progress=progress):
         if without := int((~finite).sum()):
-            warnings.warn(f'{run.name}: the embeddings of {without} of {len(finite)} images are not finite. They count '
+            warnings.warn(f'{name}: the embeddings of {without} of {len(finite)} images are not finite. They count '
                           'as 0, and as wrong.', RuntimeWarning, stacklevel=2)
-        if run.kind == 'teacher':
+        if found['model'] == 'teacher':
             reference = ours
         if reference is not None:
             found.update(_compared(ours, finite, reference))
@@ -71,20 +70,20 @@ def evaluate_embeddings(
             labels = check_labels(labels).masked_fill(~finite, NO_CLASS)
         if class_embeddings is not None:
             found['zero_shot'] = _zero_shot(ours, labels, class_embeddings)
-        if run.others is not None:
-            learned, usable, known = run.others
+        if others:
+            learned, usable, known = others
             if finite.any() and torch.equal(learned, ours):
                 raise ValueError('labelled holds the images that are classified. Give others, such as the training '
                                  'images.')
             used = usable if usable.any() else slice(None)
             task = ours, labels, learned[used], check_labels(known)[used]
             found.update(knn=knn_accuracy(*task), probe=probe_accuracy(*task))
-        results.append(EmbeddingResult(model=run.kind, **found, **run.about))
+        results.append(EmbeddingResult(**found))
     return Evaluation(tuple(results), data, tuple(trained_at))
 
 
 def without_classifiers(*models: Any) -> Any:
-    """Models that give embeddings: copies without heads, or ValueError, if that of the last with one is a classifier.
+    """Copies without heads, or ValueError, if the head of the last with one is a classifier; else the models.
 
     A head without a bias, or with one of zeros, is a projection, such as CLIP's.
     """

@@ -1,9 +1,8 @@
-"""Timed passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
-import time
+"""Passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple
+from typing import Any, ClassVar, Generic
 
 import numpy as np
 import torch
@@ -19,23 +18,15 @@ from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
 
 
-class Pass(NamedTuple):
-    """What was computed of each image by a 'teacher', 'student' or 'model'."""
-    kind: str
-    name: str
-    about: dict[str, Any]  # what every result says
-    columns: list[Tensor]  # [N, ...] on the CPU
-    others: list[Tensor] | None  # the same of the other data set
-
-
 def passes(
         model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], *,
         steps: int | Sequence[int] | None, teacher: nn.Module | None, others: Any = None, labels: bool = True,
         amp_dtype: torch.dtype | None = None, progress: bool = False,
-) -> Iterator[Pass]:
+) -> Iterator[tuple[dict[str, Any], str, list[Tensor], list[Tensor]]]:
     """Run one or two data sets through the teacher, if any, and through a model with each number of steps.
 
-    `each` computes tensors [B, ...] of the outputs in float32 and, if there are any, the labels of a batch.
+    `each` computes tensors [B, ...] of the outputs in float32 and, if there are any, the labels of a batch. Yields what
+    every result says, a name, and these tensors [N, ...] of all images of the first and of the other data set.
     """
     runs: list[Any] = [('model' if teacher is None else 'student', *view, None) for view in views(model, steps)]
     if teacher is not None:
@@ -47,15 +38,16 @@ def passes(
     for kind, name, view, normalisation in runs:
         options = each, labels, amp_dtype, name if progress else '', normalisation
         about, marks, *columns = _run(view, loader, *options)
+        about['model'] = kind
         first = marks if first is None else first
         if marks.shape != first.shape or not torch.allclose(marks, first, rtol=1e-4, atol=1e-6, equal_nan=True):
             raise ValueError('The loader does not give the same images in the same order each time. Make it with '
                              'shuffle=False and without augmentation.')
-        yield Pass(kind, name, about, columns, None if others is None else _run(view, others, *options)[2:])
+        yield about, name, columns, [] if others is None else _run(view, others, *options)[2:]
 
 
 def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
-    """A name and a view of the model for each of the step counts; the model itself for None."""
+    """A name and a view for each of the step counts; the model itself for None."""
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
@@ -66,11 +58,11 @@ def _run(
         model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], labels: bool,
         amp_dtype: torch.dtype | None, bar: str, normalisation: Callable[[Tensor], Tensor] | None,
 ) -> list[Any]:
-    """What a result says of the pass, the mean of each image [N], which shuffling would change, and the columns."""
+    """What a result says, the mean of each image [N], which shuffling would change, and the columns."""
     stages, parameter = find_ode_blocks(model), next(model.parameters())
     device = parameter.device
-    timed: list[tuple[int, float, float]] = []  # images of each batch, seconds, and evaluations of them all
     rows: list[Any] = []
+    evaluations = 0.
     with evaluating(model), torch.inference_mode(), autocast(device, amp_dtype):
         for images, truth in read_batches(loader, labels, bar=bar):
             marks = images.float().flatten(1).mean(dim=1)
@@ -79,27 +71,15 @@ def _run(
                 images = normalisation(images)
             for ode in stages:
                 ode.steps_taken = None  # and so it stays if the host runs the steps one by one
-            _wait_for(device)
-            start = time.perf_counter()
             outputs = model(images)
-            _wait_for(device)
-            seconds, evaluations = time.perf_counter() - start, sum(ode.evaluations for ode in stages)
-            timed.append((len(images), seconds, len(images) * evaluations))
+            evaluations += len(images) * sum(ode.evaluations for ode in stages)
             rows.append((marks, *each(outputs.float(), None if truth is None else truth.to(device))))
     marks, *columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
-    count = len(marks)
-    later, seconds, _ = map(sum, zip(*(timed[1:] or timed), strict=True))  # the first batch is slower than the others
-    about: dict[str, Any] = dict(steps=None, nfe=None, images=count, parameters=count_parameters(model),
-                                 images_per_second=later / seconds)
+    about: dict[str, Any] = dict(steps=None, nfe=None, images=len(marks), parameters=count_parameters(model))
     if stages:
-        nfe = sum(evaluations for *_, evaluations in timed) / count
+        nfe = evaluations / len(marks)
         about.update(steps=sum(ode.steps for ode in stages), nfe=int(nfe) if nfe == int(nfe) else nfe)
     return [about, marks, *columns]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type != 'cpu':
-        torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,17 +89,13 @@ class _Measured:
     nfe: float | None  # mean field evaluations per image
     parameters: int
     images: int
-    images_per_second: float  # of the forward pass, roughly; `odevit benchmark` compares speeds
 
-    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits; the first tells them apart
-
-    def cells(self) -> list[str]:
-        return [_text(getattr(self, name), digits) for name, _, digits in self.COLUMNS]
+    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Measured):
-    """What was measured of the classes of one model at one step count."""
+    """Of the classes of one model at one step count."""
     top1: float  # accuracy in percent
     top5: float  # the same; top-C with C < 5 classes
     loss: float  # mean cross-entropy in nats per image; NaN if any logits are
@@ -132,7 +108,7 @@ class Result(_Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingResult(_Measured):
-    """What was measured of the embeddings of one model at one step count; None for what needs more than was given."""
+    """Of the embeddings of one model at one step count; None for what needs more than was given."""
     cosine: float | None = None  # with the teacher's, mean
     error: float | None = None  # squared, relative to the variance of the teacher's embeddings
     neighbours: float | None = None  # share of images with the same nearest other image as the teacher's, in percent
@@ -161,36 +137,30 @@ class Evaluation(Generic[AnyResult]):
     data: str = ''
     trained_at: tuple[int, ...] = ()
 
-    @property
-    def caption(self) -> str:
-        trained = f"; trained with K = {', '.join(map(str, self.trained_at))}" if self.trained_at else ''
-        if any(r.steps in self.trained_at for r in self.results):
-            trained += ', in bold'
-        return f"{f'{self.data}: ' if self.data else ''}{self.results[0].images:,} images{trained}"
-
     def table(self) -> str:
-        """The results as a Markdown table."""
+        """In Markdown."""
         rows = [['model', 'steps', 'NFE', 'parameters', *(heading for _, heading, _ in self.results[0].COLUMNS)]]
         for r in self.results:
             steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
-            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}', *r.cells()])
+            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}',
+                         *(_text(getattr(r, name), digits) for name, _, digits in r.COLUMNS)])
         return markdown_table(rows)
 
     def to_json(self, path: str | Path | None = None) -> str:
-        """The results as JSON, with null for what is not finite; also write them to `path` if given."""
+        """With null for what is not finite; also writes them to `path` if given."""
         text = to_json([asdict(r) for r in self.results])
         if path is not None:
             write_text(Path(path), text)
         return text
 
     def __repr__(self) -> str:
-        scores = [f"{r.model if r.steps is None else f'K = {r.steps}'} {r.cells()[0]}" for r in self.results]
-        return f"Evaluation({self.results[0].COLUMNS[0][1]}: {', '.join(scores)}; {self.caption})"
+        trained = f"; trained with K = {', '.join(map(str, self.trained_at))}" if self.trained_at else ''
+        if any(r.steps in self.trained_at for r in self.results):
+            trained += ', in bold'
+        of = f'{self.data}: ' if self.data else ''
+        return f'{of}{self.results[0].images:,} images{trained}\n\n{self.table()}'
 
-    def __str__(self) -> str:
-        return f'{self.caption}\n\n{self.table()}'
-
-    _repr_markdown_ = __str__  # in a notebook
+    _repr_markdown_ = __repr__  # in a notebook
 
 
 def _text(value: float | None, digits: int = 1) -> str:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,29 +21,16 @@ from ..ode.config import DEFAULT
 from ..settings import one_line, one_of
 from .html import write_html
 from .onnx import write_onnx
-from .program import METADATA, write_aoti, write_pt2
+from .program import METADATA, write_pt2
 
 PREPARED = ('input_size', 'interpolation', 'mean', 'std', 'crop_pct', 'crop_mode')
-
-
-class Format(NamedTuple):
-    suffix: str
-    write: Callable[..., None]  # of a copy of the model, images [2, C, H, W], the path and metadata
-
-
-FORMATS = {'onnx': Format('.onnx', write_onnx), 'html': Format('.html', write_html), 'pt2': Format('.pt2', write_pt2),
-           'aoti': Format('.pt2', write_aoti)}
+# by the suffix of the file: what writes a copy of a model, with images [2, C, H, W], the path and metadata
+FORMATS: dict[str, Callable[..., None]] = {'onnx': write_onnx, 'html': write_html, 'pt2': write_pt2}
 
 
 def export_model(
-        model: nn.Module,
-        path: str | Path,
-        *,
-        format: str | None = None,
-        int8: bool = False,
-        bits: int | None = None,
-        any_steps: bool = False,
-        overwrite: bool = False,
+        model: nn.Module, path: str | Path, *, format: str | None = None, int8: bool = False, bits: int | None = None,
+        any_steps: bool = False, overwrite: bool = False,
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size, or as a page.
 
@@ -51,12 +38,10 @@ def export_model(
     images are prepared (input_size, mean, std, ...).
 
     Args:
-        model: timm model, converted or not. An 'aoti' or 'pt2' file runs on its device.
-        path: New file, which ends in .onnx or .html, or in .pt2 for the other formats.
+        path: New file, which ends in .onnx, .html or .pt2.
         format: 'onnx', for ONNX Runtime and others; 'html', a page that classifies pictures in a browser, by weights
-            in 4 bits, for ViTs of ordinary blocks; 'pt2', for torch.export.load; 'aoti', compiled for this kind of
-            processor, for torch._inductor.aoti_load_package. It takes contiguous images, and checks their layout, size
-            and dtype only with AOTI_RUNTIME_CHECK_INPUTS=1 in the environment. None: by the ending of the file.
+            in 4 bits, for ViTs of ordinary blocks; 'pt2', for torch.export.load, on the model's device. None: by the
+            ending of the file.
         int8: Compute linear layers in int8, with a scale for each row, and store weights so (only 'onnx').
         bits: 4 stores matrices in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16, whatever
             is computed in; None does not (only 'onnx', of a float32 model).
@@ -72,13 +57,12 @@ def export_model(
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
     path, model = Path(path), unwrap_model(model)
-    if format is None:
-        format = next((name for name, row in FORMATS.items() if row.suffix == path.suffix), 'onnx')
-    suffix, write = FORMATS[one_of(tuple(FORMATS))('format', format)]
+    format = format or (path.suffix[1:] if path.suffix[1:] in FORMATS else 'onnx')
+    one_of(tuple(FORMATS))('format', format)
     odes, dtype = find_ode_blocks(model), dtype_of(model)
     for wrong, why in (
-            (path.suffix != suffix or path.is_dir() or (path.exists() and not overwrite),
-             f"'{path}' exists, or does not end in {suffix}. Give another file, or overwrite=True (--overwrite)."),
+            (path.suffix != f'.{format}' or path.is_dir() or (path.exists() and not overwrite),
+             f"'{path}' exists, or does not end in .{format}. Give another file, or overwrite=True (--overwrite)."),
             ((int8 or bits or any_steps) and format != 'onnx',
              f'The format {format} has no int8, no other bits and fixed steps. Choose the format onnx.'),
             (bits not in (None, 4), f'bits={bits} is not offered. Give 4, or None.'),
@@ -102,7 +86,7 @@ def export_model(
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     forms = dict(int8=int8, bits=bits, any_steps=any_steps) if format == 'onnx' else {}
     with staged(path.parent, path.name) as aside:
-        write(copied, images, aside / path.name, about, **forms)
+        FORMATS[format](copied, images, aside / path.name, about, **forms)
     return path
 
 

@@ -1,7 +1,6 @@
-"""Models as programs of torch.export, and their files: pt2, and aoti, which is compiled."""
+"""Models as programs of torch.export, and their files."""
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,3 @@ def exported(module: nn.Module, *inputs: Tensor) -> ExportedProgram:
 
 def write_pt2(model: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
     torch.export.save(exported(model, images), path, extra_files={METADATA: json.dumps(about)})
-
-
-def write_aoti(model: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
-    from torch._inductor import aoti_compile_and_package, config
-    configs: dict[str, Any] = {'aot_inductor.metadata': about}
-    if hasattr(config.aot_inductor, 'check_lowerbound'):  # with AOTI_RUNTIME_CHECK_INPUTS=1, it would refuse one image
-        configs['aot_inductor.check_lowerbound'] = False
-    aoti_compile_and_package(exported(model, images), package_path=str(path), inductor_configs=configs)

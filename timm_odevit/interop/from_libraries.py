@@ -61,10 +61,10 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     conv, layers = host.conv_proj, dict(host.encoder.layers.named_children())
     heads = [(name, module) for name, module in host.heads.named_modules(prefix='heads')
              if not isinstance(module, (nn.Sequential, nn.Identity))]
-    parts = [type(module).__name__ for module in (conv, *(module for _, module in heads))]
-    if parts not in (['Conv2d'], ['Conv2d', 'Linear'], ['Conv2d', 'Dropout', 'Linear']):
-        raise _refusal(host, f"its stem and heads are {', '.join(parts)}; supported: Conv2d and nothing, Linear or "
-                             'Dropout, Linear. Set vit.heads = torch.nn.Identity() to build the rest')
+    parts = ', '.join(type(module).__name__ for module in (conv, *(module for _, module in heads)))
+    if parts not in ('Conv2d', 'Conv2d, Linear', 'Conv2d, Dropout, Linear'):
+        raise _refusal(host, f'its stem and heads are {parts}; supported: Conv2d and nothing, Linear or Dropout, '
+                             'Linear. Set vit.heads = torch.nn.Identity() to build the rest')
     names = {f'encoder.layers.{name}.': f'blocks.{i}.' for i, name in enumerate(layers)}
     if heads:
         names[heads[-1][0]] = 'head'
@@ -93,8 +93,8 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     The rest, also what is raised, is as with `from_torchvision`. `put_tower_` puts the tower, converted or not, back.
 
     Args:
-        model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`. A tower that is
-            timm's already (a TimmModel, such as SigLIP's) needs none of this: use `model.visual.trunk`.
+        model: open_clip model (CLIP, CustomTextCLIP), or the VisionTransformer that is its `visual`. Of a TimmModel,
+            such as SigLIP's, use `model.visual.trunk`.
 
     Examples:
         >>> tower = from_open_clip(clip)
@@ -199,12 +199,8 @@ def _renamed(host: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _build(
-        host: nn.Module,
-        name: str,
-        state: dict[str, Tensor],
-        outputs: Callable[[Tensor], Sequence[Tensor]],
-        preprocessing: Mapping[str, Any],
-        **args: Any,
+        host: nn.Module, name: str, state: dict[str, Tensor], outputs: Callable[[Tensor], Sequence[Tensor]],
+        preprocessing: Mapping[str, Any], **args: Any,
 ) -> VisionTransformer:
     """The timm model `name` with copies of a host's weights, compared with it on a random image unless it is on meta.
 
@@ -238,10 +234,10 @@ def _build(
         raise _refusal(host, one_line(e).rstrip('.')) from e
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(state[key].requires_grad)
-    eps = [module.eps for module in host.modules() if isinstance(module, nn.LayerNorm)]
+    eps = next((module.eps for module in host.modules() if isinstance(module, nn.LayerNorm)), 1e-6)
     for module in model.modules():
-        if isinstance(module, nn.LayerNorm) and eps:
-            module.eps = eps[0]
+        if isinstance(module, nn.LayerNorm):
+            module.eps = eps
     model.train(host.training)
     like = next(model.parameters())
     if not like.is_meta:

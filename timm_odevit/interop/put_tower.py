@@ -13,17 +13,13 @@ _OPEN_CLIP = ('open_clip.transformer.VisionTransformer', 'open_clip.timm_model.T
 
 
 class PutTower(Replacements):
-    """The result of `put_tower_`; `tower` is the timm model that is the image tower now."""
+    """The result of `put_tower_`."""
     what = 'this tower'
-
-    def __init__(self, program: nn.Module, tower: nn.Module, modules: dict[str, nn.Module]) -> None:
-        super().__init__(program, [(program, name, module) for name, module in modules.items()])
-        self.tower = tower
 
     def restore(self) -> None:
         """Put the former tower back, on the device and in the dtype that the model has now."""
         super().restore()
-        now = next(self.tower.parameters())
+        now = next(self._rows[0][2].parameters())
         for _, _, _, former in self._rows:
             if next(former.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
                 former.to(now.dtype)
@@ -38,7 +34,6 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
 
     Args:
         model: open_clip CLIP or CustomTextCLIP; or transformers CLIPModel, CLIPVisionModelWithProjection, SiglipModel.
-        tower: timm model, converted or not.
 
     Raises TypeError if the model has no such tower, ValueError if the embeddings have another width.
 
@@ -52,12 +47,14 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     program: Any = unwrap_model(model)
     visual: Any = unwrap_model(getattr(program, 'visual', None))
     if kind_of(program) in HOLDERS:
-        return PutTower(program, tower, _in_transformers(program, tower))
-    if type_of(visual) not in _OPEN_CLIP or getattr(visual, 'output_tokens', False):
+        modules = _in_transformers(program, tower)
+    elif type_of(visual) in _OPEN_CLIP and not getattr(visual, 'output_tokens', False):
+        modules = {'visual': _in_open_clip(visual, tower)}
+    else:
         raise TypeError(
             f'put_tower_ got a {type(program).__name__}; expected a {", ".join(HOLDERS)} of transformers, or of '
             'open_clip, a model whose visual is its VisionTransformer or a TimmModel and gives no patch tokens.')
-    return PutTower(program, tower, {'visual': _in_open_clip(visual, tower)})
+    return PutTower(program, [(program, name, module) for name, module in modules.items()])
 
 
 def _check_width(tower: Any, needed: int) -> None:
@@ -116,10 +113,7 @@ class _Head(nn.Module):
 
 
 class _VisionModel(nn.Module):
-    """A timm tower with the arguments and the outputs of a vision model of transformers.
-
-    `normed`: whether last_hidden_state is after the last norm, as in SigLIP, but not in CLIP.
-    """
+    """`normed`: whether last_hidden_state is after the last norm, as in SigLIP, but not in CLIP."""
 
     def __init__(self, tower: Any, config: Any, *, normed: bool, pre_logits: bool) -> None:
         super().__init__()

@@ -77,7 +77,6 @@ class OdeBlocks(nn.Module):
 
     @property
     def config(self) -> OdeConfig:
-        """Settings; setting them creates new steps."""
         return self._config
 
     @config.setter
@@ -91,7 +90,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def steps(self) -> int:
-        """Number K of steps of the ODE; setting it trades accuracy for compute."""
+        """Number K; setting it trades accuracy for compute."""
         return self.config.steps_and_end[0]
 
     @steps.setter
@@ -108,12 +107,12 @@ class OdeBlocks(nn.Module):
 
     @property
     def end(self) -> float:
-        """Time at which the last step ends, in blocks of the base."""
+        """Time at which the last step ends."""
         return self.t + self.config.steps_and_end[1]
 
     @property
     def layers(self) -> list[int]:
-        """The layer of the base that each block is, or in which a step starts."""
+        """The base's layer that each block is, or in which a step starts."""
         first, after = int(self.t), 1 + (self.config.blocks[1] if self.config.blocks else 0)
         return [*range(first - len(self.before), first), *(int(step.t + 1e-6) for step in self.solver),
                 *range(after, after + len(self.after))]
@@ -187,7 +186,6 @@ class OdeBlocks(nn.Module):
                 and not x.is_meta and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 
     def twin(self) -> 'OdeBlocks':
-        """A shallow copy that shares the field, the kept blocks and, at first, the steps."""
         twin = shallow_copy(self)
         twin._counts, twin.feature_info = Counts(), _FeatureInfo()
         return twin
@@ -222,14 +220,14 @@ class OdeBlocks(nn.Module):
 
 
 def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
-    """The OdeBlocks of a model, in order; none for one that is not an ODE-ViT, TypeError for what is no model."""
+    """In order; none for a model that is not an ODE-ViT, TypeError for what is no model."""
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a timm model; got {shown(model)}. Build it with timm.create_model.')
     return [module for module in model.modules() if isinstance(module, OdeBlocks)]
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Number of parameters, each counted once."""
+    """Each is counted once."""
     return sum(p.numel() for p in model.parameters())
 
 

@@ -70,7 +70,6 @@ class OdeConfig(Settings):
     Raises ValueError for a setting that is out of range.
 
     Examples:
-        >>> paper = OdeConfig(field='lipschitz', method='euler', init='spectral')
         >>> done = convert_(vit, OdeConfig(phases=3, steps=6))
         >>> model = timm.create_model('odevit_tiny', ode_steps=24, ode_method='rk4')
 
@@ -98,18 +97,17 @@ class OdeConfig(Settings):
 
     @property
     def adaptive(self) -> bool:
-        """Whether the method chooses its own steps."""
         return self.method not in METHODS
 
     @property
     def steps_and_end(self) -> tuple[int, float]:
-        """Number K of steps and end time T, which must be known."""
+        """K and T, which must be known."""
         if not isinstance(self.steps, int) or self.T is None:
             raise ValueError(f'steps and T are needed here; got {self.steps} and {self.T}. Set both.')
         return self.steps, self.T
 
     def converted_layers(self, depth: int) -> tuple[int, int]:
-        """The first and the last converted layer of `depth`."""
+        """The first and the last."""
         return self.blocks or (0, depth - 1)
 
     def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':

@@ -15,7 +15,7 @@ _SAME = 1e-6  # times that differ by rounding
 
 
 class Solver(nn.ModuleList):
-    """The K steps of a resolved configuration on [t, t + T]; what a step does is in methods.py."""
+    """The K steps on [t, t + T]; what a step does is in methods.py."""
 
     def __init__(self, config: OdeConfig, field: Field, t: float = 0., num_prefix_tokens: int = 0) -> None:
         grid = layout(config, field.borders, t)

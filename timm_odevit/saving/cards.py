@@ -21,20 +21,11 @@ _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', '
 
 
 def model_card(
-        name: str,
-        model: nn.Module,
-        *,
-        summary: str = '',
-        results: Sequence[Mapping[str, Any]] = (),
-        dataset: str = '',
-        protocol: str = '',
-        trained_at: Sequence[int] = (),
-        training: str = '',
-        limits: str = '',
-        license: str | None = None,
-        provenance: str = '',
+        name: str, model: nn.Module, *, summary: str = '', results: Sequence[Mapping[str, Any]] = (),
+        dataset: str = '', protocol: str = '', trained_at: Sequence[int] = (), training: str = '', limits: str = '',
+        license: str | None = None, provenance: str = '',
 ) -> str:
-    """A model's card, from Markdown: `name` is for `timm.create_model`, the step counts `trained_at` are bold."""
+    """Of Markdown: `name` is for `timm.create_model`, the step counts `trained_at` are bold."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     license = license or cfg.get('license')
     if not license:

@@ -68,7 +68,7 @@ def check_args(where: str, cfg: dict[str, Any], args: dict[str, Any]) -> None:
 
 
 def _entries(tree: Any, name: str = '', depth: int = 0) -> Iterator[tuple[str, Any, int]]:
-    """Name, value and depth of everything in a tree; entries of a list have its name."""
+    """Name, value and depth; entries of a list have its name."""
     yield name, tree, depth
     for key, value in tree.items() if isinstance(tree, dict) else ():
         yield from _entries(value, str(key), depth + 1)

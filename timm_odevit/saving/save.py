@@ -77,14 +77,8 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = 
 
 
 def push_to_hub(
-        model: nn.Module | str | Path,
-        repo_id: str,
-        *,
-        results: Sequence[Mapping[str, Any]] = (),
-        dataset: str = '',
-        license: str | None = None,
-        private: bool | None = None,
-        token: str | bool | None = None,
+        model: nn.Module | str | Path, repo_id: str, *, results: Sequence[Mapping[str, Any]] = (), dataset: str = '',
+        license: str | None = None, private: bool | None = None,
 ) -> str:
     """Send a model to the Hugging Face Hub, for `timm.create_model('hf-hub:org/name', pretrained=True)` to load.
 
@@ -94,13 +88,12 @@ def push_to_hub(
 
     Args:
         model: Model, or the folder of a saved one, which is sent as it is.
-        repo_id: 'org/name'; created if it does not exist.
+        repo_id: Created if it does not exist.
         results, dataset: Rows for the card, from `json.loads(evaluate(...).to_json())`, and the name of their dataset.
         license: The Hub's identifier of the licence; None for that of the weights from which the model was made.
-        private, token: As in huggingface_hub.
 
-    Returns the address of the commit. Raises ValueError if the model cannot be saved or its licence is
-    not known, OSError if the Hub refused or could not be reached.
+    Returns the address of the commit. Raises ValueError if the model cannot be saved or its licence is not known,
+    OSError if the Hub refused or could not be reached.
 
     Examples:
         >>> address = push_to_hub(student, 'org/name', private=True)
@@ -116,7 +109,7 @@ def push_to_hub(
             save_reference(saved, folder)
         elif results or dataset or license:
             raise ValueError(f"A folder is sent as it is. Write results and licence into '{folder / CARD}'.")
-        api = HfApi(token=token, library_name='timm_odevit')
+        api = HfApi(library_name='timm_odevit')
         try:
             api.create_repo(repo_id, private=private, exist_ok=True)
             if private and not api.repo_info(repo_id).private:
@@ -131,7 +124,7 @@ def push_to_hub(
 
 
 def save_reference(model: nn.Module, folder: Path) -> None:
-    """Store an input [2, C, H, W] and the model's output for it."""
+    """An input [2, C, H, W] and the output for it."""
     size = resolve_model_data_config(model)['input_size']
     images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
     path = folder / REFERENCE

@@ -23,11 +23,11 @@ class FitConfig(Settings):
     """Settings of `fit`; each is also a keyword of `fit` and a key of a recipe's `fit`.
 
     Attributes:
-        epochs: Number of epochs; or else give minutes.
+        epochs: Or else give minutes.
         minutes: Train for about so long, in epochs of one pass or less, with at most a fifth for validation.
         opt: timm optimizer (compared in hub/lab/ingredients.md).
         lr: Peak learning rate.
-        weight_decay: Weight decay; not applied to norms, biases and embeddings.
+        weight_decay: Not applied to norms, biases and embeddings.
         sched: timm scheduler, stepped at every update; 'step' is a constant rate.
         warmup_epochs: Epochs of linear warm-up; with minutes, tenths of them.
         min_lr: Final learning rate.
@@ -68,7 +68,7 @@ def _number_of_steps(name: str, k: Any) -> int | str:
     if isinstance(k, str) and k.endswith('%'):
         number(0., 10_000., open='(')(name, float(k[:-1]))
         return k
-    return int(number(1, LARGEST_STEPS)(name, integer(1)(name, k)))
+    return int(integer(1, most=LARGEST_STEPS)(name, k))
 
 
 def _of_update(name: str, k: Any) -> Any:
@@ -87,24 +87,24 @@ class LossConfig(Settings):
 
     Attributes:
         checkpoints: Where the teacher's layers lie in time: 'uniform', or by the 'distance' that each moves the state.
-        checkpoint_temperature: Temperature of the softmax over the distances, in units of their mean.
-        trajectory_weight: Weight of the squared error of the states, relative to the teacher's variance.
+        checkpoint_temperature: Of the softmax over the distances, in units of their mean.
+        trajectory_weight: Of the squared error of the states, relative to the teacher's variance.
         cls_weight: Share of the class token in the trajectory loss.
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.
         steps: Numbers of steps, such as (6, 12), or shares of the student's own, such as ('50%', '200%'), of which each
             update draws one, so that K can be chosen after training; of ((6, 1), (6, 2)), it draws a pair and runs
             both. None for the student's own number.
-        consistency_weight: Weight of the distance of an update's other outputs to its first, which does not learn.
+        consistency_weight: Of the distance of an update's other outputs to its first, which does not learn.
         patch_drop: Share of the patches left out at random in each update, for teacher and student; 0 in the last ones.
-        jasmin_weight: Weight of the JaSMin loss of the shared block's attention, at two of the states.
-        kd_weight: Weight of the KL divergence between the logits or, for embeddings, of one minus their cosine plus
-            their relative squared error.
-        kd_temperature: Temperature of both models' logits in the KL divergence.
+        jasmin_weight: Of the JaSMin loss of the shared block's attention, at two of the states.
+        kd_weight: Of the KL divergence between the logits or, for embeddings, of one minus their cosine plus their
+            relative squared error.
+        kd_temperature: Of both models' logits in the KL divergence.
         embedding: Compare the outputs as embeddings, not as logits; always so for models without classes.
-        task_weight: Weight of the loss on the labels.
+        task_weight: Of the loss on the labels.
         exits: Relative times in (0, 1) at which norm and head are also applied, so that the student can stop there.
-        exit_weight: Weight of kd_weight * KL + task_weight * cross-entropy, averaged over the exits.
+        exit_weight: Of kd_weight * KL + task_weight * cross-entropy, averaged over the exits.
 
     Examples:
         >>> task = TrajectoryDistillationTask(student, teacher, config=LossConfig(kd_weight=1., steps=(6, 12, 24)))

@@ -40,10 +40,9 @@ def fit(
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
         train_loader: Batches (images [B, C, H, W], labels [B]), with a length; of several processes, each has its part.
         val_loader: Batches held out from training, read after every epoch.
-        out: Folder for the files, shared by all processes; None saves nothing.
-        resume: Resume from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
-        progress: Show a progress bar.
-        config: Settings; or give any of FitConfig's as keywords, such as epochs=10 or minutes=60.
+        out: Folder, shared by all processes; None saves nothing.
+        resume: Go on from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
+        config: Or give any of FitConfig's settings as keywords, such as epochs=10.
 
     Returns:
         One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
@@ -118,7 +117,6 @@ def fit(
 
 
 def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
-    """Refuse to resume a run with anything else than it was made with."""
     for name, value in now.items():
         if then.get(name) != value:
             what = (f"The {name.removesuffix(' sha256')} of the run in '{where}' is not this one's"
@@ -128,7 +126,7 @@ def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def check_unused(folder: Path, resume: bool, file: Path) -> None:
-    """Refuse a folder in which a run left this file, unless that run is to be resumed."""
+    """Refuse a folder with this file, unless its run is to be resumed."""
     if not resume and file.exists():
         raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
 
@@ -177,7 +175,7 @@ def count_updates(train_loader: Any, accumulate: int = 1) -> int:
 def _measured(
         task: Any, train_loader: Any, val_loader: Any, config: FitConfig, updates: int, validation: float, began: float,
 ) -> Any:
-    """Epochs, updates of each and mixed precision; `updates` are those of a pass, `validation` seconds of a batch."""
+    """A plan; `updates` are those of a pass, `validation` seconds of a batch."""
     seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
                for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}
     amp = min(seconds, key=seconds.__getitem__)
@@ -190,7 +188,7 @@ def _measured(
 
 
 def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:
-    """Seconds of an update, by a few on a copy of the task, in which each number of steps has its turn."""
+    """By a few on a copy of the task, in which each number of steps has its turn."""
     teacher = getattr(task, 'teacher', None)
     trial = copy.deepcopy(task, {} if teacher is None else {id(module): module for module in teacher.modules()})
     updates = 1 + max(TRIED, len(getattr(trial, 'counts', [None])[0] or ()))

@@ -23,7 +23,7 @@ from ..data.preprocessing import check_labels
 from ..distributed import over_processes, rank_and_world
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
-from ..hooks import AMP_DTYPES, autocast, check_images
+from ..hooks import AMP_DTYPES, autocast, check_images, described
 from ..ode.blocks import find_ode_blocks
 from ..quantization import rounded
 from ..settings import one_line
@@ -35,7 +35,7 @@ _SCORES = {  # by what is measured, whether more or less of it is better, and ho
 
 
 def models_of(task: TrainingTask) -> dict[str, nn.Module]:
-    """The model in training, and its moving average if there is one, without wrappers."""
+    """Also its moving average if there is one; without wrappers."""
     models = {'model': task.get_eval_model()}
     if task.has_ema():
         models['ema'] = task.get_eval_model(ema=True)
@@ -43,7 +43,7 @@ def models_of(task: TrainingTask) -> dict[str, nn.Module]:
 
 
 class Trainer:
-    """A task in training, with its data, its optimizer and timm's schedule over epochs of so many updates."""
+    """With timm's schedule over epochs of so many updates."""
 
     def __init__(self, task: Any, train_loader: Any, config: FitConfig, updates: int) -> None:
         self.task, self.loader, self.config, self.updates = task, train_loader, config, updates
@@ -68,7 +68,7 @@ class Trainer:
         self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
 
     def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, float]:
-        """Train for one epoch and validate; returns its record, which depends only on the seed and the state."""
+        """Train and validate; returns the record, which depends only on the seed and the state."""
         order = (self.config.seed * 10_007 + epoch) % 2 ** 31
         random_seed(order * self.world % 2 ** 31, self.rank)
         set_epoch(self.loader, order)
@@ -88,11 +88,10 @@ class Trainer:
         return record
 
     def train(self, epoch: int, done: Callable[[], Any]) -> dict[str, float]:
-        """Train for one epoch; returns the learning rate and the mean of each part of the loss."""
+        """Returns the learning rate and the mean of each part of the loss."""
         task, accumulate = self.task, self.config.accumulate
         batches, i = self.updates * accumulate, -1
-        sums: dict[str, Any] = defaultdict(float)
-        counts: dict[str, int] = defaultdict(int)  # a part may be absent from some updates
+        seen: dict[str, list[Tensor]] = defaultdict(list)  # a part may be absent from some updates
         self.optimizer.zero_grad()
         for i, batch in enumerate(islice(self.loader, batches)):
             update, last = epoch * self.updates + i // accumulate, (i + 1) % accumulate == 0
@@ -113,15 +112,14 @@ class Trainer:
                                              f"{_blamed(self.models['model'], images)}Lower lr, or use no float16.")
                 self.scaler.scale(parts['loss'] / accumulate).backward()
             for key, part in parts.items():
-                sums[key] += part.detach().float()  # stays on the device: one wait per batch is enough
-                counts[key] += 1
+                seen[key].append(part.detach().float())  # stays on the device: one wait per batch is enough
             if last:
                 self._step(update)
                 done()
         if i < batches - 1:
             raise ValueError(f'train_loader gave {i + 1} batches in epoch {epoch + 1}, but its length is '
                              f'{len(self.loader)}.')
-        means = {key: float(over_processes(value / counts[key])) for key, value in sums.items()}
+        means = {key: float(over_processes(torch.stack(values).mean())) for key, values in seen.items()}
         return {'lr': self.optimizer.param_groups[-1]['lr'], **means}
 
     def _step(self, update: int) -> None:
@@ -144,7 +142,7 @@ def create_optimizer(model: nn.Module, config: FitConfig) -> Any:
 
 @cache
 def _muon_in_float32() -> Any:
-    """timm's Muon from a copy of its module, since it takes the dtype of its products from there."""
+    """From a copy of timm's module, since it takes the dtype of its products from there."""
     spec: Any = find_spec('timm.optim.muon')
     own: Any = module_from_spec(spec)
     spec.loader.exec_module(own)
@@ -153,7 +151,7 @@ def _muon_in_float32() -> Any:
 
 
 class Stream:
-    """A loader in epochs of `count` batches, each from a new order of the data, over and over if it has fewer."""
+    """In epochs of `count` batches, each from a new order of the data, over and over if it has fewer."""
 
     def __init__(self, loader: Any, count: int) -> None:
         self.loader, self.count, self.epoch = loader, count, 0
@@ -190,7 +188,7 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
 
 
 def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
-    """What chooses the best state: the accuracy, the cosine with the teacher's embeddings, or less error."""
+    """What chooses the best state."""
     return next((sign * record[name] for name, (sign, _) in _SCORES.items() if name in record), default
                 ) if record else default
 
@@ -201,7 +199,7 @@ def words_of(record: dict[str, float]) -> str:
 
 
 def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:
-    """Validate the first batch with images that can be read; returns the seconds that another such batch takes."""
+    """The first with images that can be read; returns the seconds that another such batch takes."""
     batch = next((batch for batch in val_loader if not isinstance(batch, (tuple, list)) or len(batch[0])), None)
     if batch is None:
         raise ValueError('val_loader is empty. Give at least one batch, or None.')
@@ -232,14 +230,12 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
             buffer.data.copy_(before)
         for module, mode in modes:
             module.training = mode
-        what = ', '.join(f'{x.dtype} {list(x.shape)}' if isinstance(x, Tensor) else type(x).__name__
-                         for x in (batch if isinstance(batch, (tuple, list)) else [batch]))
+        what = ', '.join(map(described, batch if isinstance(batch, (tuple, list)) else [batch]))
         raise ValueError(f'The first batch of {name}, {what}, is not (images, labels) that fit the model: '
                          f'{type(e).__name__}: {one_line(e)}') from e
 
 
 def _blamed(model: nn.Module, images: Tensor) -> str:
-    """A sentence that says whether images or weights are not finite."""
     for name, tensors in (('images of the batch', [images]), ('weights of the model', model.parameters())):
         if not all(torch.isfinite(tensor).all() for tensor in tensors):
             return f'The {name} are not finite. '

@@ -19,7 +19,7 @@ from .matching import is_one_sequence, targets
 
 
 class TrajectoryPass(nn.Module):
-    """The loss of a student's trajectory, and its parts, in one `forward`, so that DistributedDataParallel can wrap it.
+    """The loss and its parts in one `forward`, so that DistributedDataParallel can wrap it.
 
     `times` are those of the teacher's states, by stage.
     """
@@ -59,7 +59,7 @@ class TrajectoryPass(nn.Module):
         return {'loss': loss, 'output': outputs[0], **{f'{name}_loss': part for name, part in parts.items()}}
 
     def _parts(self, student: Any, images: Tensor, seen: Any, *given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output of one pass, and the parts of its loss."""
+        """The output, and the parts of the loss."""
         config, odes = self.config, find_ode_blocks(student)
         first, last = len(odes[0].before), len(odes[0].before) + odes[0].steps - 1
         exits = [min(max(first + round(t * odes[0].steps) - 1, first), last - 1) for t in config.exits
@@ -68,7 +68,8 @@ class TrajectoryPass(nn.Module):
         starts = sorted({first, max(last - 1, first)}) if config.jasmin_weight > 0 else []
         theirs = [targets(ode, times, states) for ode, times, (states, _) in zip(odes, self.times, seen, strict=True)]
         features, ours = _follow(student, images, [{*theirs[0], *starts, *exits}, *theirs[1:]])
-        jasmin = [jasmin_loss(_attention_after(odes[0], i, ours[0][i])) for i in starts]
+        # as a step that starts where step i ends would attend
+        jasmin = [jasmin_loss(odes[0].shared.attention_map(odes[0][i].t + odes[0][i].h, ours[0][i])) for i in starts]
         early = [student.forward_head(student.norm(ours[0][i])) for i in exits]
         output = student.forward_head(features)
         shares = config.cls_weight, config.register_weight, config.patch_weight
@@ -94,7 +95,7 @@ class TrajectoryPass(nn.Module):
 
 
 def _follow(student: Any, images: Tensor, indices: list[Collection[int]]) -> tuple[Any, list[dict[int, Tensor]]]:
-    """Features for `forward_head`, and the states after some of the blocks of each stage."""
+    """Features for `forward_head`, and the states after some blocks of each stage."""
     if not any(indices):
         return student.forward_features(images), [{} for _ in indices]
     if isinstance(student, VisionTransformer):  # with an adaptive method too; others may not return prefix tokens
@@ -107,11 +108,6 @@ def _follow(student: Any, images: Tensor, indices: list[Collection[int]]) -> tup
     with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
         features = student.forward_features(images)
     return features, [{i: path[i + 1] for i in of} for (path, _), of in zip(seen, indices, strict=True)]
-
-
-def _attention_after(ode: Any, index: int, state: Tensor) -> Tensor:
-    """Attention at the end of a step, with the weights of a step that starts there."""
-    return ode.shared.attention_map(ode[index].t + ode[index].h, state)
 
 
 def trajectory_loss(
@@ -161,4 +157,4 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
 
 def jasmin_loss(attention: Tensor) -> Tensor:
     """JaSMin with k = 0 (arXiv 2507.07814) of probabilities [..., heads, N, N]: the Jacobian of their rows, in nats."""
-    return log_softmax_bound(attention, 1)[..., 0].amax(dim=-1).mean()
+    return log_softmax_bound(attention).amax(dim=-1).mean()

@@ -49,7 +49,6 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
 
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
-    """Refuse a loss that needs what the models do not have."""
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
     several, weights, least = len(odes) > 1, config.weights, [len(ode.shared.borders) + 1 for ode in odes]
     for wrong, why in (
@@ -87,7 +86,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
 def layer_times(student: Any, teacher: Any, config: LossConfig, images: Iterable[Tensor]) -> list[list[float]]:
     """By stage, relative times in (0, 1] of the states after those of the teacher's layers that were converted.
 
-    Images, in batches on the teacher's device, are needed for checkpoints by 'distance'.
+    Images, in batches on its device, are for checkpoints by 'distance'.
     """
     found = []
     for ode, site in zip(find_ode_blocks(student), find_stages(teacher), strict=True):
@@ -121,7 +120,7 @@ def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[f
 
 @torch.no_grad()
 def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> list[float]:
-    """The `softmax_times` of a teacher's layers, by batches of images [B, C, H, W] on its device."""
+    """The `softmax_times`, by batches of images [B, C, H, W] on the teacher's device."""
     moved, images = [], 0
     for batch in batches:
         with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:

@@ -152,7 +152,7 @@ class Recipe(Settings):
         return tuple(sorted({k for of in counts or ((own,),) for k in of}))
 
     def without_shares(self, own: int) -> 'Recipe':
-        """The recipe with numbers of steps in place of shares; see `trained_at`."""
+        """With numbers of steps in place of shares; see `trained_at`."""
         stages = []
         for stage in self.stages:
             if counts := self.loss_of(stage).counts(own):
@@ -165,8 +165,8 @@ class Recipe(Settings):
     def load(cls, name: str | Path, changes: Sequence[str] = ()) -> 'Recipe':
         """Read a YAML file, or the recipe of that name that comes with the package.
 
-        Changes are such as 'stages.0.fit.lr=1e-3', with values in YAML; 'null' restores the default. Raises ValueError:
-        there is no such recipe, it cannot be read, or something in it is unknown or out of range.
+        Changes are such as 'stages.0.fit.lr=1e-3', with values in YAML; 'null' restores the default. Raises ValueError
+        if there is no such recipe, it cannot be read, or something in it is unknown or out of range.
         """
         path = Path(name)
         if path.suffix not in ('.yaml', '.yml') and not path.is_file():
@@ -180,7 +180,7 @@ class Recipe(Settings):
 
     @classmethod
     def from_dict(cls, tree: Any, changes: Sequence[str] = (), name: str = 'recipe') -> 'Recipe':
-        """A recipe from the contents of a YAML file; see `load`."""
+        """From the contents of a YAML file; see `load`."""
         tree = _section()(name, tree) or {}
         for change in changes:
             _change(tree, change)
@@ -188,7 +188,7 @@ class Recipe(Settings):
         with prefixed(f'{name}: '):
             stages, fit = _stages('stages', tree.get('stages')), _section(FIT)('fit', tree.get('fit')) or {}
             epochs = [{**fit, **(stage.fit or {})}.get('epochs') for stage in stages]
-            used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0 or epochs[i] is False}
+            used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0}
             if not used:
                 raise ValueError('All stages have 0 epochs, so there is nothing to train.')
             for change in changes:
@@ -196,7 +196,7 @@ class Recipe(Settings):
             return cls(**{**tree, 'stages': tuple(used.values())})
 
     def to_yaml(self) -> str:
-        """The recipe as YAML, without default values."""
+        """Without default values."""
         def changed(of: Any) -> dict[str, Any]:
             return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
         tree = {**changed(self), 'stages': [changed(stage) for stage in self.stages]}
@@ -204,12 +204,11 @@ class Recipe(Settings):
 
 
 def builtin_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
     return sorted(path.stem for path in FOLDER.glob('*.yaml'))
 
 
 def _check_effect(change: str, tree: dict[str, Any], stages: dict[int, Stage]) -> None:
-    """Refuse a change of the recipe's fit or loss that no stage would use."""
+    """Refuse a change of fit or loss that no stage would use."""
     section, _, key = change.partition('=')[0].strip().partition('.')
     users = {i: stage for i, stage in stages.items() if section == 'fit' or stage.task == 'trajectory'}
     if section in ('fit', 'loss') and key in (tree.get(section) or {}) and all(

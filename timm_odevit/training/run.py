@@ -28,7 +28,7 @@ from .matching import check_models
 from .recipe import Recipe, prefixed
 from .stages import Run, check_about, read_run
 
-JUDGED = 3  # batches by which a calibration compares the start and the end
+JUDGED = 3  # batches by which a calibration compares start and end
 SAMPLE = 256  # images for measurements at checkpoints
 
 
@@ -44,17 +44,14 @@ def train(
     the same numbers of steps as the last, of which it is saved with the one nearest to the student's own.
 
     Args:
-        recipe: What to do.
         data: Images and labels: a folder, an .npz, tensors or a loader, as `read_data` takes them.
-        out: Folder for the results.
         teacher: timm model; None to train without one.
         student: Model to train as it is; None to make it from the teacher or the recipe's `model`.
         minutes: Train for about so long; each stage gets a part, by its minutes, or its epochs times steps.
         resume: Continue the run in `out`.
         limit: Images of each part of the data to use, for a rehearsal.
         command: What `odevit distill --resume` is to find in run.json.
-        device: Device for a student that is built without a teacher.
-        progress: Show progress bars.
+        device: For a student that is built without a teacher.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
@@ -100,9 +97,8 @@ def train(
         if recipe.grad_checkpointing:
             host.set_grad_checkpointing()
         describe(host)  # fails now rather than after the first epoch
-        _name_classes(host, names, keep=teacher is not None)
         host.pretrained_cfg = host.default_cfg = {
-            **(getattr(host, 'pretrained_cfg', None) or {}), 'notes': [f'{NOTE}{images.held_out:g}']}
+            **_named(host, names, keep=teacher is not None), 'notes': [f'{NOTE}{images.held_out:g}']}
         run = Run(recipe, host, teacher, images, sample, folder, {**about, 'command': command or before.get('command')})
         if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
@@ -138,24 +134,24 @@ def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resu
 
 
 def _flat(tree: Any, at: str = '') -> dict[str, Any]:
-    """A tree as one dict, with keys such as stages.0.fit.lr."""
+    """As one dict, with keys such as stages.0.fit.lr."""
     if not isinstance(tree, (dict, list)):
         return {at: tree}
     pairs = tree.items() if isinstance(tree, dict) else enumerate(tree)
     return {k: v for key, entry in pairs for k, v in _flat(entry, f'{at}.{key}'.lstrip('.')).items()}
 
 
-def _name_classes(model: Any, names: list[str] | None, keep: bool) -> None:
-    """Put the names of the classes, if any, into a model's pretrained_cfg, unless it is to keep its own."""
-    cfg: Any = getattr(model, 'pretrained_cfg', None)
-    own = (cfg or {}).get('label_names')
-    if not isinstance(cfg, dict) or (keep and (not names or (own and len(own) == model.num_classes))):
-        return
+def _named(model: Any, names: list[str] | None, keep: bool) -> dict[str, Any]:
+    """A model's pretrained_cfg with the names of the classes, if any, unless it is to keep its own."""
+    cfg: dict[str, Any] = model.pretrained_cfg
+    own = cfg.get('label_names')
+    if keep and (not names or (own and len(own) == model.num_classes)):
+        return cfg
     stale = ('tag', 'label_names', 'label_descriptions') if own != names or not names else ()
     cfg = {**{key: value for key, value in cfg.items() if key not in stale}, 'num_classes': model.num_classes}
     if names and len(names) == model.num_classes:
         cfg['label_names'] = names
-    model.pretrained_cfg = model.default_cfg = cfg
+    return cfg
 
 
 def calibrate_(
@@ -169,21 +165,15 @@ def calibrate_(
     interrupted or fails, the model stays as it was.
 
     Args:
-        model: Converted model.
         teacher: The model that it was converted from: a `copy.deepcopy` made before `convert_`.
         images: Images [N, C, H, W], normalised for the model; or a loader, a folder or an .npz. Labels are ignored.
-        minutes: Minutes to spend. None for 5.
+        minutes: None for 5.
         epochs: Instead of minutes.
-        batch_size: Images per update.
         lr: Peak learning rate (Muon). None for 1e-3 * min(1, 3 * loss), with the loss before training.
-        amp: Mixed precision, as in FitConfig.
-        seed: Seed for the order of the images.
-        progress: Show a progress bar.
+        amp: As in FitConfig.
 
-    Returns:
-        The records of all epochs, as returned by `fit`, each with its stage.
-
-    Raises TypeError or ValueError if model, teacher, images and settings do not fit, FloatingPointError as `fit` does.
+    Returns what `train` does. Raises TypeError or ValueError if model, teacher, images and settings do not fit,
+    FloatingPointError as `fit` does.
 
     Examples:
         >>> history = calibrate_(student, teacher, images, minutes=10)

@@ -48,7 +48,7 @@ class PreparedStage(NamedTuple):
 
 
 class Run:
-    """The stages of a recipe, prepared to train a student in place; states are kept in a folder or, without, in memory.
+    """Trains a student in place; states are kept in a folder or, without, in memory.
 
     The folder's run.json holds `about`, what must be the same when the run is resumed, and what was planned. `sample`
     are images [N, C, H, W] for checkpoints by distance.
@@ -97,7 +97,6 @@ class Run:
             task, names, config, [sorted({k for of in each for k in of}) for each in counts], share, stage.scale_lr)
 
     def write(self) -> None:
-        """Write run.json."""
         if self.folder is not None and rank_and_world()[0] == 0:
             write_text(self.folder / RUN, to_json({**self.about, 'plan': self.plan}))
 
@@ -149,7 +148,7 @@ class Run:
         return planned[i]
 
     def _set_steps(self, stage: PreparedStage) -> None:
-        """Give the student the number of steps that a stage trains which is nearest to its own."""
+        """Of the numbers of steps that a stage trains, those nearest to the student's own."""
         for ode, own, counts in zip(self.odes, self.own, stage.counts, strict=True):
             ode.steps = min(counts, key=lambda count: abs(count - own))
 
@@ -166,7 +165,6 @@ class Run:
         return float(self.plan.get('lr_scale', 1.))
 
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
-        """What is measured of the student, and its weights."""
         amp, val = AMP_DTYPES.get(stage.config.amp), self.data.val
         with rounded(self.student, stage.config.bits):
             record = {} if val is None else validate(stage.task, self.student, val, amp)
@@ -202,19 +200,17 @@ def _let_learn(student: nn.Module, names: set[str]) -> None:
 
 
 def read_run(folder: Path) -> Any:
-    """What a folder's run.json holds; nothing if it has none."""
+    """What run.json holds; nothing if there is none."""
     try:
         found = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
-        if not isinstance(found, dict) or not isinstance(found.get('plan', {}), dict):
-            raise ValueError('It does not hold what a run writes.')
+        found.get('plan', {}).items()
         return found
-    except ValueError as e:
+    except (AttributeError, ValueError) as e:
         raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Start again in "
                          'another folder.') from e
 
 
 def check_about(folder: Path, about: dict[str, Any]) -> None:
-    """Refuse to resume with different data, models or settings."""
     check_same(str(folder), read_run(folder) or about, about)
 
 

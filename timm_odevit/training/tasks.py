@@ -29,13 +29,11 @@ class TrajectoryDistillationTask(TrainingTask):
     JaSMin or exits.
 
     Args:
-        student: ODE-ViT, from `convert_` or `timm.create_model('odevit_...')`.
         teacher: timm model of the same width and tokens; None with trajectory_weight and kd_weight 0.
         calibration: Images [N, C, H, W], or batches of them, normalised for the student, for checkpoints 'distance'.
         criterion: Loss on the labels; cross-entropy by default.
-        device: Device of the task; by default the student's.
-        verbose: Log timm's messages.
-        config: Settings of the loss; or give any of LossConfig's as keywords.
+        device: By default the student's.
+        config: Or give any of LossConfig's settings as keywords.
 
     Raises TypeError or ValueError if the student is not an ODE-ViT, or does not fit its teacher or the loss.
 
@@ -96,7 +94,6 @@ class TrajectoryDistillationTask(TrainingTask):
         return self
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
-        """The student itself, without its training pass."""
         found = super().get_eval_model(module=module, ema=ema)
         inner: Any = unwrap_model(found)
         return inner.student if isinstance(inner, TrajectoryPass) else found
@@ -131,7 +128,7 @@ class TrajectoryDistillationTask(TrainingTask):
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
     def _patches_of_update(self, student: Any) -> Any:
-        """Hooks by which teacher and student drop the same patches."""
+        """Hooks: teacher and student drop the same ones."""
         if not self.training or not self.config.patch_drop:
             return nullcontext()
         prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
