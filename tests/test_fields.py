@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from timm.layers import set_fused_attn
 from torch import nn
 
 from timm_odevit.ode.fields import CenterNorm, LipschitzField, NativeField
@@ -40,14 +41,20 @@ def test_lipschitz_field_is_the_papers_block():
     assert not any(isinstance(m, nn.Linear) and m.bias is not None for m in field.modules())
 
 
-def test_lipschitz_field_takes_masks():
-    field, x = lipschitz(), torch.randn(2, 5, 12, dtype=torch.float64)
+def test_lipschitz_field_takes_masks_and_an_unfused_attention():
+    x = torch.randn(2, 5, 12, dtype=torch.float64)
     mask = torch.zeros(2, 1, 5, 5, dtype=torch.float64)
     mask[..., 3:] = float('-inf')
-    for options, seen in ((dict(attn_mask=mask), 3), (dict(is_causal=True), 1)):
-        found = field(0., x, field.context((), options), 'attention')
-        torch.testing.assert_close(found[:, :seen], field(0., x[:, :seen], None, 'attention'))
-    assert not torch.allclose(field(0., x, None, 'attention'), field(0., x, field.context((mask,), {}), 'attention'))
+    fused = lipschitz()
+    set_fused_attn(False)
+    try:
+        plain = LipschitzField(dim=12, num_heads=3, head_dim=4, hidden=20, act=nn.GELU()).double()
+    finally:
+        set_fused_attn(True)
+    plain.load_state_dict(fused.state_dict())
+    for options in (dict(), dict(attn_mask=mask), dict(is_causal=True)):
+        torch.testing.assert_close(plain(0., x, plain.context((), options), 'attention'), fused(0., x, fused.context((), options), 'attention'))
+    assert not torch.allclose(fused(0., x, None, 'attention'), fused(0., x, fused.context((mask,), {}), 'attention'))
 
 
 def test_gradients_flow_through_the_fold():

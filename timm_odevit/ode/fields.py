@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, DropPath
+from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from torch import Tensor, nn
 
 Module = TypeVar('Module', bound=nn.Module)
@@ -148,7 +148,7 @@ class LipschitzField(Field):
     ) -> None:
         super().__init__()
         dd = {'device': device, 'dtype': dtype}
-        self.num_heads, self.scale = num_heads, head_dim ** -0.5
+        self.num_heads, self.scale, self.fused_attn = num_heads, head_dim ** -0.5, use_fused_attn()
         self.norm1 = CenterNorm(dim, **dd)
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=False, **dd)
         self.attn_drop = nn.Dropout(attn_drop)
@@ -194,8 +194,13 @@ class LipschitzField(Field):
         weight, bias = (context.weights or self._products())[:2]
         q, k, v = _heads(F.linear(x, weight, bias), self.num_heads)
         mask, causal = context.block_kwargs.get('attn_mask'), context.block_kwargs.get('is_causal', False)
-        dropout = self.attn_drop.p if self.training else 0.
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        if self.fused_attn:
+            dropout = self.attn_drop.p if self.training else 0.
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal)
+        else:
+            attn = (q * self.scale) @ k.transpose(-2, -1)
+            attn = maybe_add_mask(attn, resolve_self_attn_mask(attn.shape[-1], attn, mask, causal))
+            y = self.attn_drop(attn.softmax(dim=-1)) @ v
         return self.drop_path(self.proj_drop(self.proj(y.transpose(1, 2).flatten(2))))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
