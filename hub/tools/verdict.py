@@ -36,9 +36,9 @@ def chosen(tag, plain):
         group = groups.setdefault(model.patch_embed.img_size[0], [])
         counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps} if trained else {None}
         for steps in sorted(counts, reverse=True):
-            kind, view, end = ('student', with_steps(model, steps), f', K = {steps}') if steps else ('original', model, '')
-            files = Candidate(kind, name, view).and_smaller()[bool(steps):]
-            group += [each._replace(name=each.name + end) for each in files]
+            kind, view = ('student', with_steps(model, steps)) if steps else ('original', model)
+            for each in Candidate(kind, name, view).and_smaller()[bool(steps):]:
+                group.append(each._replace(name=each.name + f', K = {steps}' * bool(steps)))
     if plain is not None:
         model = timm.create_model(f'local-dir:{plain}', pretrained=True).eval()
         groups[model.patch_embed.img_size[0]] += Candidate('plain', 'plain', model).and_smaller()[1:]
