@@ -16,11 +16,11 @@ from ..hooks import evaluating, on_meta, watch_blocks
 from ..settings import one_line
 
 _SIZES = {192: 'tiny', 384: 'small', 768: 'base', 1024: 'large', 1280: 'huge'}  # timm's names of widths
-# parts of the names of tensors, theirs and timm's
+# parts of the names of tensors, theirs and timm's; torchvision before 0.14 has linear_1 and linear_2
 _TORCHVISION = {
     'class_token': 'cls_token', 'encoder.pos_embedding': 'pos_embed', 'encoder.ln': 'norm',
     'conv_proj': 'patch_embed.proj', 'ln_1': 'norm1', 'ln_2': 'norm2', 'self_attention.in_proj_': 'attn.qkv.',
-    'self_attention.out_proj': 'attn.proj', 'mlp.0': 'mlp.fc1', 'mlp.3': 'mlp.fc2'}
+    'self_attention.out_proj': 'attn.proj', 'mlp.0': 'mlp.fc1', 'mlp.3': 'mlp.fc2', 'mlp.linear_': 'mlp.fc'}
 _OPEN_CLIP = {
     'class_embedding': 'cls_token', 'positional_embedding': 'pos_embed', 'conv1': 'patch_embed.proj',
     'transformer.resblocks.': 'blocks.', 'ln_pre': 'norm_pre', 'ln_1': 'norm1', 'ln_2': 'norm2', 'in_proj_': 'qkv.',
