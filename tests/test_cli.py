@@ -332,7 +332,7 @@ def test_an_exported_file_predicts_what_its_model_does(folder, capsys, file):
         found.append({each['name']: each['probability'] for each in json.loads(capsys.readouterr().out)[0]['classes']})
     assert found[0] == pytest.approx(found[1], abs=2e-4)
     assert run('predict', file, 'photo.png', '--steps', '2') == 2
-    assert f"'{file}': it has fixed steps; leave them out" in capsys.readouterr().err
+    assert f"'{file}' has fixed steps. Leave out --steps" in capsys.readouterr().err
 
 
 def test_a_file_that_was_not_exported_is_refused(folder, capsys):

@@ -127,9 +127,10 @@ def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[
             def run(images: Tensor) -> Tensor:
                 return module(images.to(like))  # type: ignore[no-any-return]
         about = {key: json.loads(value) for key, value in about.items()}
-        if steps is not None and not own:
-            raise ValueError('it has fixed steps; leave them out, or export it with any_steps (--any-steps)')
-        return run, {**about, 'images': {key: about[key] for key in PREPARED}}
+        about['images'] = {key: about[key] for key in PREPARED}
     except Exception as e:
         raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, as onnx (pip install "
                          'onnxruntime) or pt2.') from e
+    if steps is not None and not own:
+        raise ValueError(f"'{path}' has fixed steps. Leave out --steps, or export it with --any-steps.")
+    return run, about
