@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.data import is_img_extension
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
@@ -145,6 +146,8 @@ def _kind(source: Any) -> str:
     if isinstance(source, (str, os.PathLike)):
         if not os.path.exists(source):
             raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
+        if os.path.isfile(source) and is_img_extension(Path(source).suffix.lower()):
+            raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
         return 'folder' if os.path.isdir(source) else 'npz'
     if hasattr(source, '__array__') and not isinstance(source, Tensor):
         raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
