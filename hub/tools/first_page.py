@@ -137,12 +137,12 @@ def frontier(path):
     for row in group['rows']:
         name, file, *steps = *row['name'].split(', '), *['float32'] * (', ' not in row['name'])
         base = name.partition('_patch')[0]
-        words = ', '.join([WORDS.get(base, 'three plain blocks').replace("the paper's", 'its'), *steps])
+        words = ', '.join([WORDS.get(base, 'three plain blocks').replace('the ', ''), *steps])
         color = {'original': GREY, 'plain': GREEN}.get(row['kind'], BLUE if 'three' in base else ORANGE)
         if '_k' in name or row['kind'] != 'student':
             axes.plot(row['mb'], row['value'], marks[file], color=color, markersize=6, zorder=3)
             points.append((f'{words}, {file}', color, row['mb'], row['value']))
-    axes.set(xlabel='file, MB', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log', xlim=(0.3, 40), ylim=(66, 84))
+    axes.set(xlabel='file, MB', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log', xlim=(0.25, 70), ylim=(66, 84))
     axes.set_xticks(ticks := (0.4, 0.7, 1, 2, 4, 8, 20), [f'{tick:g}' for tick in ticks])
     axes.minorticks_off()
     axes.grid(alpha=0.3)
@@ -158,6 +158,8 @@ def compare(path):
     groups = json.loads((HUB / 'verdict.json').read_text())['groups']
     for group in groups:
         for row in group['rows'] if group['data'] == 'cifar100' else ():
+            if '4 bits' in row['name']:
+                continue
             name, *file = row['name'].split(', ')
             if name.partition('_patch')[0] in WORDS and file != ['int8']:  # the teacher as it is, and students
                 record = json.loads((HUB / name / 'results.json').read_text())
