@@ -208,6 +208,8 @@ def export(args: Any) -> None:
     --steps --img-size
     --overwrite  replace an existing file
     """
+    if args.path and args.out:
+        raise ValueError(f"Two files are given, '{args.path}' and --out '{args.out}'. Give one.")
     model = load_with_steps(args)
     out = args.path or args.out or f"{Path(args.model.split(':')[-1]).resolve().name}.{args.format or 'onnx'}"
     path = export_model(model, out, format=args.format, int8=args.int8, bits=args.bits, any_steps=args.any_steps,

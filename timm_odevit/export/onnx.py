@@ -289,12 +289,12 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
 
 def _round_initializers(graph: Any) -> None:
     """Store the large weights of an ONNX graph that are still floats as int8."""
-    from onnx import helper, numpy_helper
+    from onnx import numpy_helper
     for tensor in list(graph.initializer):
         rounded = _round(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
         if rounded is not None:
             name = tensor.name
-            graph.node.insert(0, helper.make_node('Mul', [f'{name}_scale', f'{name}_float'], [name]))
-            graph.node.insert(0, helper.make_node('Cast', [f'{name}_int8'], [f'{name}_float'], to=tensor.data_type))
+            _insert(graph, 'Mul', [f'{name}_scale', f'{name}_float'], name)
+            _insert(graph, 'Cast', [f'{name}_int8'], f'{name}_float', to=tensor.data_type)
             graph.initializer.append(numpy_helper.from_array(rounded[1].numpy(), f'{name}_scale'))
             tensor.CopyFrom(numpy_helper.from_array(rounded[0].numpy(), f'{name}_int8'))

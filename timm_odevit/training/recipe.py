@@ -188,7 +188,7 @@ class Recipe(Settings):
         with prefixed(f'{name}: '):
             stages, fit = _stages('stages', tree.get('stages')), _section(FIT)('fit', tree.get('fit')) or {}
             epochs = [{**fit, **(stage.fit or {})}.get('epochs') for stage in stages]
-            used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0}
+            used = {i: stage for i, stage in enumerate(stages) if epochs[i] != 0 or epochs[i] is False}
             if not used:
                 raise ValueError('All stages have 0 epochs, so there is nothing to train.')
             for change in changes:
