@@ -21,6 +21,8 @@ sys.path.append(str(HUB.parent / 'examples'))
 import exported  # noqa: E402
 
 IMAGES = 1000
+FORMS = ({}, {'int8': True}, {'bits': 4}, {'bits': 4, 'int8': True}, {'any_steps': True},
+         {'any_steps': True, 'bits': 4, 'int8': True}, {'format': 'pt2'})
 
 if __name__ == '__main__':
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -30,10 +32,9 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     model, rows = timm.create_model(args.model, pretrained=True).eval(), []
     with tempfile.TemporaryDirectory() as folder:
-        for format, int8 in (('onnx', False), ('onnx', True), ('pt2', False)):
-            path = export_model(model, Path(folder, f'model.{format}'), format=format, int8=int8,
-                                overwrite=True)
+        for number, form in enumerate(FORMS):
+            path = export_model(model, Path(folder, f"{number}.{form.get('format', 'onnx')}"), **form)
             top1, ms = exported.main(str(path), args.data, IMAGES)
-            rows.append({'format': format, 'int8': int8, 'mb': path.stat().st_size / 1e6, 'top1': top1, 'ms': ms})
+            rows.append({**form, 'mb': path.stat().st_size / 1e6, 'top1': top1, 'ms': ms})
     write_text(HUB / 'speed' / 'formats.json', to_json({
         'machine': f'{processor()}, one thread', 'model': args.model, 'images': IMAGES, 'rows': rows}))
