@@ -1,7 +1,7 @@
 r"""Measure what the states of published models do along the way, and which numbers go with a right answer.
 
-    python hub/tools/dynamics.py cifar100.npz out/dynamics --teacher deit_tiny_patch16_128.cifar100 \
-        --students odevit_tiny_native_patch16_128.deit_tiny_cifar100 --images 1000
+    python hub/tools/dynamics.py cifar100.npz hub/dynamics --teacher deit_tiny_patch16_128.cifar100 \
+        --students odevit_tiny_native_patch16_128.deit_tiny_cifar100 --images 300
 
 Test images; one JSON file per model and measure, so that an interrupted run goes on where it was.
 """
@@ -23,8 +23,9 @@ from timm_odevit.data.read import read_data
 from timm_odevit.dynamics.flow import follow, norms
 from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import find_ode_blocks
+from timm_odevit.ode.methods import METHODS
 
-FEW = 100  # images for the errors of the discretisation, which take seconds each
+FEW = 40  # images for the errors of the discretisation, which take seconds each
 BATCH = 4  # images of which the slowest decides how long the iteration of the exponents goes on
 
 
@@ -65,6 +66,27 @@ def discretisation(model, images):
             for each in found for e in each]
 
 
+def agreement(model, loader):
+    """Top-1 and agreement with the answer after 100 of its own steps, in percent, by method and evaluations."""
+    def answers(steps, method):
+        (view := odevit.with_steps(model, steps)).blocks.method = method
+        with torch.inference_mode():
+            return torch.cat([view(images).argmax(1) for images, _ in loader])
+    labels, own = torch.cat([each for _, each in loader]), model.blocks.method
+    rows, last = [], answers(100, own)
+    for method in ('euler', own, 'strang', 'rk4'):
+        for nfe in (6, 12, 24, 48, 96):
+            if (steps := nfe // METHODS[method].evaluations) >= model.blocks.config.phases:
+                found = answers(steps, method)
+                rows.append({'method': method, 'evaluations': nfe, 'top1': percent(found == labels),
+                             'agreement': percent(found == last)})
+    return rows
+
+
+def percent(hits):
+    return 100 * float(hits.double().mean())
+
+
 def signals(model, loader, teacher=None):
     """By name, a number per image [B] that might tell whether the class is right; and whether it is [B].
 
@@ -92,8 +114,10 @@ def signals(model, loader, teacher=None):
     return {name: torch.cat([row[name].double() for row in rows]) for name in rows[0]}, torch.cat(correct)
 
 
-def relations(numbers, correct, resamples=1000, seed=0):
-    """For each name, the AUROC of its numbers, the ends of a 95 % bootstrap interval, and how many images have one.
+def relations(numbers, correct, comparisons, resamples=10_000, seed=0):
+    """For each name, the AUROC of its numbers, the ends of a bootstrap interval, and how many images have one.
+
+    The intervals hold together with a probability of 95 %: each has 1 - 0.05 / comparisons (Bonferroni).
 
     The AUROC is the probability that the number is larger for an image that is classified correctly than for one that
     is not; where the interval contains 0.5, that is chance, there is no relation. Images without a number (NaN) are
@@ -105,28 +129,30 @@ def relations(numbers, correct, resamples=1000, seed=0):
         there = ~np.isnan(values)
         right, score = np.asarray(correct, bool)[there], values[there]
         low, high = bootstrap((right, score), roc_auc_score, paired=True, vectorized=False, n_resamples=resamples,
-                              method='percentile', rng=seed).confidence_interval
+                              confidence_level=1 - 0.05 / comparisons, method='percentile',
+                              rng=seed).confidence_interval
         rows.append({'name': name, 'auroc': float(roc_auc_score(right, score)), 'low': float(low), 'high': float(high),
                      'images': len(score), 'related': bool(low > 0.5 or high < 0.5)})
     return rows
 
 
-def measure(model, teacher, loader, path, images):
+def measure(model, teacher, loader, path, images, models):
     """Each measure of one model: a file of its own, or that of an earlier run."""
     def relate():
         numbers, correct = signals(model, loader, None if model is teacher else teacher)
         each = {name: json.loads((path / f'{name}.json').read_text())['found']['values']
                 for name in ('exponents', 'class_token')}
-        return relations({**numbers, **each}, correct)
+        found = {**numbers, **each}
+        return relations(found, correct, len(found) * models)
     chosen = {
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
         'relations': relate, 'lipschitz': lambda: lipschitz(model, images),
-        'discretisation': lambda: discretisation(model, images[:FEW])}
+        'discretisation': lambda: discretisation(model, images[:FEW]), 'agreement': lambda: agreement(model, loader)}
     for name, run in chosen.items():
         file = path / f'{name}.json'
         count = min(FEW, len(images)) if name == 'discretisation' else len(images)
-        without_steps = name == 'discretisation' and not find_ode_blocks(model)
+        without_steps = name in ('discretisation', 'agreement') and not find_ode_blocks(model)
         if without_steps or (file.exists() and json.loads(file.read_text())['images'] == count):
             continue
         start = time.process_time()
@@ -151,7 +177,8 @@ def main():
     for name in (args.teacher, *args.students):
         model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()
         loader = list(read_data(args.data, model, DataConfig(batch_size=50), limit=args.images).test)
-        measure(model, teacher, loader, args.out / name, torch.cat([batch for batch, _ in loader]))
+        images = torch.cat([batch for batch, _ in loader])
+        measure(model, teacher, loader, args.out / name, images, 1 + len(args.students))
 
 
 if __name__ == '__main__':
