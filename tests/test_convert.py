@@ -98,7 +98,7 @@ REFUSED = [
     (meta('twins_svt_small'), {}, TypeError, 'a ModuleList does not take one state tensor'),
     (meta('mixer_s32_224'), {}, ValueError, 'but a MixerBlock of MlpMixer cannot be split. Use a method that does not split it (euler, '),
     (meta('eva02_tiny_patch14_224'), dict(field='lipschitz', init='spectral'), ValueError,
-     "replaces plain pre-norm ViT blocks, but Eva has a EvaBlock that is none. Use field='native'"),
+     "field='lipschitz' cannot replace a EvaBlock of Eva: it replaces plain pre-norm ViT blocks. Use field='native'."),
     (meta('swin_tiny_patch4_window7_224'), dict(field='lipschitz', method='euler', blocks=(3, 5)), ValueError, 'blocks=(3, 5) applies only to models with one sequence'),
     (meta('swin_tiny_patch4_window7_224'), dict(T=3.), ValueError, 'T=3.0 applies only to models with one sequence of blocks'),
     (meta('swin_tiny_patch4_window7_224'), dict(steps=(2, 2)), ValueError, '4 sequences of blocks; got 2 step counts'),
@@ -109,7 +109,7 @@ REFUSED = [
     (tiny, dict(phases=13), ValueError, 'phases=13: there are 12 layers. Allowed: 1 to 12.'),
     (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
     (lambda: timm.create_model('vit_tiny_patch16_224', norm_layer='rmsnorm'), dict(field='lipschitz'), ValueError,
-     "has a Block that is none. Use field='native', or init='spectral'"),
+     "cannot replace a Block of VisionTransformer: only with init='spectral' can it"),
 ]
 
 

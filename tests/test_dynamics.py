@@ -230,7 +230,7 @@ def test_signals_of_a_model_and_their_relation_to_right_answers(teacher_and_twin
     generator = torch.Generator().manual_seed(0)
     right = torch.rand(300, generator=generator) < 0.6
     noise = torch.randn(300, generator=generator)
-    chance, related = tool.relations({'noise': noise, 'gaps': (noise + right).where(noise > -1, torch.nan)}, right, resamples=200)
+    chance, related = tool.relations({'noise': noise, 'gaps': (noise + right).where(noise > -1, torch.nan)}, right, 2, resamples=200)
     assert not chance['related'] and related['related'] and related['images'] == int((noise > -1).sum())
 
 

@@ -76,6 +76,30 @@ def test_pages_have_the_tables_of_the_results(monkeypatch):
     assert '-->\n<!-- end' not in (ROOT / 'README.md').read_text()  # a place without its table
 
 
+def test_the_pages_can_be_read_in_an_afternoon():
+    words = sum(len(re.sub(r'<!--.*?-->', '', (ROOT / page).read_text(), flags=re.S).split()) for page in PAGES)
+    assert words <= 28_000
+
+
+def test_figures_in_sentences_are_those_of_their_records(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(ROOT / 'hub' / 'tools')
+    tool = load(ROOT / 'hub' / 'tools' / 'table.py')
+    for page in tool.PAGES:
+        assert tool.tied(page.read_text()) == page.read_text(), f'{page.name}: python hub/tools/table.py --write'
+    (tmp_path / 'a_k6').mkdir()
+    (tmp_path / 'a_k6' / 'results.json').write_text('{"test": [{"steps": 3, "top1": 1}, {"steps": 6, "top1": 72.349}]}')
+    monkeypatch.setattr(tool, 'HUB', tmp_path)  # a record that has changed
+    assert tool.tied('now 79.3<!-- =*k6:test/steps=6/top1 --> %') == 'now 72.3<!-- =*k6:test/steps=6/top1 --> %'
+
+
+@pytest.mark.parametrize('page', [page for page in PAGES if '/lab/' not in page and page not in ('CHANGELOG.md', 'hub/TRAINING.md')])
+def test_a_figure_in_a_sentence_names_its_record_or_its_source(page):
+    text = re.sub(r'```.*?```|<!-- \w.*?<!-- end -->|^\|.*?$', '', (ROOT / page).read_text(), flags=re.S | re.M)
+    for paragraph in re.split(r'\n\n|\n(?=- )', text):
+        untied = re.findall(r'(?<![\w.])\d+\.\d+(?= %| points|, \d)', re.sub(r'[\d.]+<!-- =.*?-->', '', paragraph))
+        assert not untied or re.search(r'\]\(|commit|[Rr]ecord|command', paragraph), (untied, paragraph)
+
+
 def test_pages_have_the_tables_of_the_code():
     for name, (page, table) in load(ROOT / 'examples' / 'generate.py').TABLES.items():
         assert f'<!-- {name}: python examples/generate.py -->\n{table()}<!-- end -->' in page.read_text(), 'python examples/generate.py --write'

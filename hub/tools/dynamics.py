@@ -90,21 +90,15 @@ def percent(hits):
 def signals(model, loader, teacher=None):
     """By name, a number per image [B] that might tell whether the class is right; and whether it is [B].
 
-    confidence, the largest probability; entropy of the probabilities, in nats; margin between the two largest logits;
-    acceleration, how much the last step differs from the one before it, relative to it; and with a teacher distance of
-    the last states, relative to the teacher's.
+    The distance is that of the last states from the teacher's, relative to them.
     """
     rows, correct = [], []
     for images, labels in loader:
         with follow(model, images) as flow:
             states = flow.states()
             logits = flow.logits(states[-1])
-            probabilities, top = logits.softmax(dim=1), logits.topk(2, dim=1)
-            last, before = states[-1] - states[-2], states[-2] - states[-3]
-            row = {'confidence': probabilities.amax(dim=1),
-                   'entropy': torch.special.entr(probabilities).sum(dim=1),
-                   'margin': top.values[:, 0] - top.values[:, 1],
-                   'acceleration': norms(last - before) / norms(before)}
+            top = logits.topk(2, dim=1)
+            row = {'confidence': logits.softmax(dim=1).amax(dim=1), 'margin': top.values[:, 0] - top.values[:, 1]}
             if teacher is not None:
                 with follow(teacher, images) as other:
                     theirs = other.states()[-1]
@@ -117,20 +111,17 @@ def signals(model, loader, teacher=None):
 def relations(numbers, correct, comparisons, resamples=10_000, seed=0):
     """For each name, the AUROC of its numbers, the ends of a bootstrap interval, and how many images have one.
 
-    The intervals hold together with a probability of 95 %: each has 1 - 0.05 / comparisons (Bonferroni).
-
-    The AUROC is the probability that the number is larger for an image that is classified correctly than for one that
-    is not; where the interval contains 0.5, that is chance, there is no relation. Images without a number (NaN) are
-    left out.
+    The intervals hold together with a probability of 95 %: each has 1 - 0.05 / comparisons (Bonferroni). Where one
+    contains 0.5, that is chance, there is no relation. Images without a number (NaN) are left out.
     """
     rows = []
     for name, values in numbers.items():
         values = np.asarray(values, float)
         there = ~np.isnan(values)
         right, score = np.asarray(correct, bool)[there], values[there]
-        low, high = bootstrap((right, score), roc_auc_score, paired=True, vectorized=False, n_resamples=resamples,
-                              confidence_level=1 - 0.05 / comparisons, method='percentile',
-                              rng=seed).confidence_interval
+        found = bootstrap((right, score), roc_auc_score, paired=True, vectorized=False, n_resamples=resamples, rng=seed,
+                          method='percentile', confidence_level=1 - 0.05 / comparisons)
+        low, high = found.confidence_interval
         rows.append({'name': name, 'auroc': float(roc_auc_score(right, score)), 'low': float(low), 'high': float(high),
                      'images': len(score), 'related': bool(low > 0.5 or high < 0.5)})
     return rows
@@ -152,8 +143,8 @@ def measure(model, teacher, loader, path, images, models):
     for name, run in chosen.items():
         file = path / f'{name}.json'
         count = min(FEW, len(images)) if name == 'discretisation' else len(images)
-        without_steps = name in ('discretisation', 'agreement') and not find_ode_blocks(model)
-        if without_steps or (file.exists() and json.loads(file.read_text())['images'] == count):
+        if (name in ('discretisation', 'agreement') and not find_ode_blocks(model)) or (
+                file.exists() and json.loads(file.read_text())['images'] == count):
             continue
         start = time.process_time()
         found = run()
@@ -170,9 +161,8 @@ def main():
     parser.add_argument('--teacher', required=True, help='name of the teacher')
     parser.add_argument('--students', nargs='+', default=[], help='names of its students')
     parser.add_argument('--images', type=int, default=1000, help='number of test images')
-    parser.add_argument('--threads', type=int, default=1)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     teacher = timm.create_model(args.teacher, pretrained=True).eval()
     for name in (args.teacher, *args.students):
         model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()

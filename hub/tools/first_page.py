@@ -59,12 +59,14 @@ def models():
 
 
 def which():
-    """The published models as files, in the terms of `odevit shrink`."""
+    """Published models of one K as files, in the terms of `odevit shrink`; hub/verdict.json has the others."""
     lines, trained = [], {name: record['trained_at'] for name, record, _ in published()}
     for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
         first = group['rows'][0]
         for row in group['rows']:
             name, *more = row['name'].split(', ')
+            if row['kind'] == 'student' and not ('_k6_' in name and 'native' in name):
+                continue
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
             words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
                      "[three of DeiT-tiny's blocks](hub/TRAINING.md#three-blocks-on-a-gpu)")

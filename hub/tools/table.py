@@ -5,13 +5,12 @@
 """
 import json
 import re
-import statistics
 import sys
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
 import cards
-from ablate import table
 from first_page import compare, frontier, idea, in_words, models, published, rows, which
 from pictures import MODELS, draw
 
@@ -22,20 +21,6 @@ RESULTS, SPEED, DYNAMICS, TRAINING = (HUB / f'{page}.md' for page in ('RESULTS',
 TIMED = {
     'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
     'local-dir:out/paper': "the paper's block"}
-SEEDS = {
-    '[6]': '6', '[1, 2, 3, 6, 12, 24]': 'one of 1, 2, 3, 6, 12, 24',
-    '[[6, 1], [6, 2], [6, 3], [6, 4], [12, 2], [12, 3], [24, 3]]': 'two: 6 + 1, 2, 3 or 4, 12 + 2 or 3, 24 + 3'}
-
-
-def ablation():
-    return table(json.loads((HUB / 'lab' / 'ablation.json').read_text()))
-
-
-def paper():
-    record = json.loads((HUB / 'speed' / 'paper.json').read_text())
-    return rows(['', 'ms', 'times as fast', 'peak memory, MB', 'from outside, MB'], [
-        [f"{r['what']}, {r['model']}", f"{r['ms']:.0f}", f"{r['ratio']:.2f}", f"{r['bytes'] / 1e6:.0f}",
-         f"{r['resident'] / 1e6:.0f}"] for r in record['found']])
 
 
 def speed(name):
@@ -87,19 +72,6 @@ def animals():
         for row in record['rows'] if row['mb'] and not row['dominated_by']])
 
 
-def seeds():
-    """One block after three minutes, by what each update runs: mean and standard deviation over three seeds."""
-    found = {}
-    for line in (HUB / 'runs' / 'study.jsonl').read_text().splitlines():
-        record = json.loads(line)
-        if record['minutes'] == 3 and record['amp'] and str(record['steps']) in SEEDS:
-            found.setdefault(str(record['steps']), []).append(record['top1'])
-    counts = ('1', '2', '3', '4', '6', '12', '24')
-    return rows(['each update runs', *counts], [[SEEDS[steps], *(
-        f'{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f}'
-        for values in ([top1[count] for top1 in each] for count in counts))] for steps, each in found.items()])
-
-
 def per_model(heads, cells):
     """A row for each model, with the cells that a function makes of what was found by measure."""
     return rows(['model', *heads], [[MODELS[name][0], *cells({key: m['found'] for key, m in measures.items()})]
@@ -119,10 +91,11 @@ def exponents():
 
 def constants():
     def cells(m):
-        widest = max(m['spectral_norms'], key=m['spectral_norms'].get)
+        missed = {row['steps']: row for row in reversed(m.get('discretisation', ()))}.get(len(m['lipschitz']['along']))
         return [spread(m['lipschitz'], 2), f"{m['lipschitz']['largest']:.1f}", spread(m['softmax']),
-                f"{m['spectral_norms'][widest]:.1f}, of {widest.split(' ')[0]}"]
-    heads = ['Lipschitz constant, mean along the way', 'largest', "JaSMin's g_1", 'largest spectral norm']
+                f"{max(m['spectral_norms'].values()):.1f}", f"{100 * missed['error']:.0f}" if missed else '']
+    heads = ['local Lipschitz constant, mean along the way', 'largest', "JaSMin's g_1", 'largest spectral norm',
+             'missed of the path, %']
     return per_model(heads, cells)
 
 
@@ -142,13 +115,32 @@ def designs():
 
 
 TABLES = {
-    'designs': (HUB / 'lab' / 'minutes.md', designs),
-    'which': (README, which), 'models': (RESULTS, models),
-    'ablation': (HUB / 'lab' / 'ingredients.md', ablation), 'paper': (RESULTS, paper),
+    'designs': (HUB / 'lab' / 'minutes.md', designs), 'which': (README, which), 'models': (RESULTS, models),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
-    'seeds': (HUB / 'lab' / 'steps.md', seeds),
     'animals': (HUB.parent / 'examples' / 'your-images.md', animals)}
+
+
+PAGES = (README, *sorted([*HUB.glob('*.md'), *HUB.glob('lab/*.md'), *HUB.parent.glob('examples/*.md')]))
+
+
+def look_up(source, path):
+    """A number in a record of hub/: `*three*k6*:test/steps=6/top1` is of the one published model of such a name."""
+    record, = HUB.glob(source if source.endswith('.json') else f'{source}/results.json')
+    found = json.loads(record.read_text())
+    for part in path.split('/'):
+        if isinstance(found, dict):
+            found = found[part]
+        else:
+            key, _, text = part.partition('=')
+            found = next(row for row in found if fnmatch(str(row[key]), text)) if text else found[int(part)]
+    return found
+
+
+def tied(text):
+    """The text with each number that has a comment such as <!-- =deit*:test/0/top1 --> as its record has it."""
+    return re.sub(r'(\d+)(\.\d+|)(<!-- =(\S+?):(.+?) -->)', lambda found: '{:.{}f}{}'.format(
+        look_up(*found.groups()[3:]), max(len(found[2]) - 1, 0), found[3]), text)
 
 
 def main():
@@ -161,6 +153,8 @@ def main():
         if not count:
             raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
         path.write_text(text)
+    for path in PAGES:
+        path.write_text(tied(path.read_text()))
     idea(HUB / 'pictures' / 'idea.png')
     frontier(HUB / 'pictures' / 'frontier.png')
     compare(HUB / 'pictures' / 'compare.png')

@@ -7,14 +7,12 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import Attention, Mlp
-from timm.models.vision_transformer import Block
 from timm.utils import unwrap_model
 from torch import nn
 
 from ..hooks import on_meta
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.config import DEFAULT, OdeConfig
+from ..ode.config import DEFAULT, FIELDS, OdeConfig
 from ..ode.methods import METHODS
 from ..ode.solver import layout
 from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
@@ -78,13 +76,9 @@ def _check_settings(name: str, sites: list[Site], config: OdeConfig) -> None:
         layout(config.resolve(len(chosen), stage), borders(config, chosen), min(chosen))  # refuses too few
     for block in (block for site in sites for block in site.converted(config).values()):
         kind = type(block).__name__
-        if config.field == 'lipschitz':
-            plain = isinstance(block, Block) and isinstance(block.attn, Attention)
-            if not plain or (config.init != 'spectral'  # which takes no weights from these
-                             and not (isinstance(block.mlp, Mlp) and isinstance(block.norm1, nn.LayerNorm))):
-                raise ValueError(f"field='lipschitz' replaces plain pre-norm ViT blocks, but {name} has a {kind} that "
-                                 "is none. Use field='native', or init='spectral' for another MLP or norm.")
-        elif not config.adaptive and METHODS[config.method].splits and field_class(block) is WholeField:
+        if why := FIELDS[config.field].refused(block, config.init):
+            raise ValueError(f"field='{config.field}' cannot replace a {kind} of {name}: {why}. Use field='native'.")
+        if not config.adaptive and METHODS[config.method].splits and field_class(block) is WholeField:
             unsplit = ', '.join(method for method in METHODS if not METHODS[method].splits)
             raise ValueError(f"'{config.method}' splits blocks into attention and MLP, but a {kind} of {name} cannot "
                              f'be split. Use a method that does not split it ({unsplit}).')
@@ -127,17 +121,19 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
     """Whether it is possible; with which field and methods, or why not."""
     refusals = []
-    for config in DEFAULT, OdeConfig(method='euler'), OdeConfig(field='lipschitz', method='euler', init='spectral'):
+    others = [field for field in FIELDS if field != 'native']
+    for config in (DEFAULT, OdeConfig(method='euler'),
+                   *(OdeConfig(field=field, method='euler', init='spectral') for field in others)):
         try:
             check_all(model, config)
             refusals.append('')
         except (TypeError, ValueError) as e:
             refusals.append(str(e))
-    split, unsplit, lipschitz = refusals
+    split, unsplit, *refused = refusals
     if unsplit:
         return False, unsplit
     shared = count_in_words(sum(len(set(kinds(site.blocks))) for site in find_stages(model)))
-    fields = 'native' if lipschitz else 'native, lipschitz'
+    fields = ', '.join(['native', *(field for field, why in zip(others, refused, strict=True) if not why)])
     return True, f"{fields}; {'unsplit' if split else 'all'} methods; at least {shared}"
 
 

@@ -18,6 +18,7 @@ from ..data.preprocessing import class_names, data_config, dtype_of, model_name
 from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT
+from ..ode.fields import Field
 from ..settings import one_line, one_of
 from .html import write_html
 from .onnx import write_onnx
@@ -96,7 +97,7 @@ def metadata(model: Any) -> dict[str, Any]:
     odes, name = find_ode_blocks(model), model_name(model)
     steps: Any = [ode.steps for ode in odes]
     if len(odes) == 1:
-        steps, whole = steps[0], not hasattr(odes[0].shared.phases[0], 'attention')
+        steps, whole = steps[0], type(odes[0].shared.phases[0]).both is not Field.both
         if odes[0].config == replace(DEFAULT, method='euler' if whole else 'lie_trotter', phases=steps, steps=steps,
                                      T=steps):  # each block is used once
             name = get_model_args(model).get('base') or name.partition('.')[0]

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
-from timm.layers import Attention, DropPath, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from timm.layers import Attention, DropPath, Mlp, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
+from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 Module = TypeVar('Module', bound=nn.Module)
@@ -48,6 +49,11 @@ class Field(nn.Module):
 
     def both(self, t: float, x: Tensor, context: Context) -> Tensor:
         return self.attention(t, x, context) + self.mlp(t, x, context)
+
+    @classmethod
+    def refused(cls, block: Any, init: str) -> str:
+        """Why it cannot replace a block of the base, or ''."""
+        return ''
 
     def context(self, args: Sequence[Any], kwargs: dict[str, Any], weights: list[Tensor] | None = None) -> Context:
         """Of what a host passes after the state."""
@@ -159,6 +165,14 @@ class LipschitzField(Field):
         self.fc2 = nn.Linear(hidden, dim, bias=False, **dd)
         self.proj_drop = nn.Dropout(proj_drop)
         self.drop_path = DropPath(drop_path) if drop_path > 0. else nn.Identity()
+
+    @classmethod
+    def refused(cls, block, init):
+        if not isinstance(block, Block) or not isinstance(block.attn, Attention):
+            return 'it replaces plain pre-norm ViT blocks'
+        if init != 'spectral' and not (isinstance(block.mlp, Mlp) and isinstance(block.norm1, nn.LayerNorm)):
+            return "only with init='spectral' can it replace blocks with another MLP or norm than a plain ViT's"
+        return ''
 
     @classmethod
     def like(cls, blocks):
