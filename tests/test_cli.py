@@ -324,7 +324,7 @@ def test_an_exported_file_predicts_what_its_model_does(folder, capsys, file):
     model.pretrained_cfg.update(label_names=['a', 'b', 'c'], mean=(0.1, 0.2, 0.3), crop_pct=0.7)
     save_pretrained(model, 'student')
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 60, 3), np.uint8)).save('photo.png')
-    assert run('export', 'local-dir:student', '--out', file, '--format', file[8:]) == 0
+    assert run('export', 'local-dir:student', file) == 0
     found = []
     for name in ('local-dir:student', file):
         capsys.readouterr()

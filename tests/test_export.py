@@ -79,7 +79,7 @@ def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_pat
         expected = model(five)
     model.train()
     before = snapshot(model)
-    path = export_model(model, tmp_path / f'model.{format}', format=format)
+    path = export_model(model, tmp_path / f'model.{format}')
     assert snapshot(model) == before and model.blocks.steps == 4
     (one, all_of_them), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
@@ -204,7 +204,7 @@ def test_a_model_whose_steps_cannot_be_an_input_is_refused(vit, tmp_path, ode, w
 def test_each_tensor_is_stored_once(vit, tmp_path, format, ode):
     model = vit(embed_dim=256, depth=6)
     convert_(model, steps=6, **ode)
-    path = export_model(model, tmp_path / f'model.{format}', format=format)
+    path = export_model(model, tmp_path / f'model.{format}')
     weights = save_pretrained(model, tmp_path / 'model') / 'model.safetensors'
     assert path.stat().st_size < 1.3 * weights.stat().st_size  # six copies would take about five times as much
     if format == 'pt2':
@@ -225,7 +225,7 @@ def test_other_models(five, tmp_path, format, name):
     model = MODELS[name]().eval()
     with torch.no_grad():
         expected = model(five)
-    path = export_model(model, tmp_path / f'model.{format}', format=format)
+    path = export_model(model, tmp_path / f'model.{format}')
     (one, found), about = run_alone(format, path, five, tmp_path)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
@@ -237,28 +237,27 @@ def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_pat
     before = snapshot(model)
     path.write_text('old')
     with pytest.raises(ValueError, match=r"a.pt2' exists.* overwrite=True \(--overwrite\)"):
-        export_model(model, path, format='pt2')
+        export_model(model, path)
 
     def stop(*args, **kwargs):
         raise KeyboardInterrupt
     for where in ('torch.export.export', 'torch.export.save'):
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(where, stop)
-            export_model(model, path, format='pt2', overwrite=True)
+            export_model(model, path, overwrite=True)
         assert path.read_text() == 'old' and snapshot(model) == before and list(tmp_path.iterdir()) == [path]
-    export_model(model, path, format='pt2', overwrite=True)
+    export_model(model, path, overwrite=True)
     assert torch.export.load(path).module()(torch.randn(3, 3, 16, 16)).shape == (3, 5) and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.mark.parametrize('change, given, message', [
-    (vars, dict(format='onx'), "Unknown format 'onx'. Did you mean 'onnx'?"),
-    (vars, dict(int8=True), 'The format pt2 has no int8'),
-    (vars, dict(bits=4), 'Choose the format onnx'),
-    (vars, dict(path='a.onnx', format='onnx', bits=3), 'Give 4, or None'),
-    (lambda model: model.half(), dict(path='a.onnx', format='onnx', bits=4), r'are made of float32; got torch.float16'),
-    (lambda model: convert_(model.half()), dict(path='a.onnx', any_steps=True, format='onnx'), 'are made of float32'),
-    (vars, dict(path='a.onnx'), 'does not end in .pt2'),
-    (lambda model: model.bfloat16(), dict(path='a.onnx', format='onnx'), r'Call model.float\(\) first'),
+    (vars, dict(path='a.onx'), "Unknown format of 'a.onx': 'onx'. Did you mean 'onnx'?"),
+    (vars, dict(int8=True), 'A .pt2 has no int8'),
+    (vars, dict(bits=4), 'Give a file that ends in .onnx'),
+    (vars, dict(path='a.onnx', bits=3), 'Give 4, or None'),
+    (lambda model: model.half(), dict(path='a.onnx', bits=4), r'are made of float32; got torch.float16'),
+    (lambda model: convert_(model.half()), dict(path='a.onnx', any_steps=True), 'are made of float32'),
+    (lambda model: model.bfloat16(), dict(path='a.onnx'), r'Call model.float\(\) first'),
     (lambda model: convert_(model, method='dopri5'), {}, "such as model.blocks.method = 'rk4'"),
     (lambda model: setattr(model.norm, 'forward', lambda x: x if x.sum() > 0 else -x), {}, 'torch.export cannot export this Vis[^\\n]*$'),
 ])
@@ -267,7 +266,7 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path
     model = vit()
     change(model)
     with pytest.raises(ValueError, match=message):
-        export_model(model, **{'path': 'a.pt2', 'format': 'pt2', **given})
+        export_model(model, **{'path': 'a.pt2', **given})
     assert not list(tmp_path.iterdir())
 
 
@@ -275,14 +274,14 @@ def test_what_cannot_be_exported_is_refused_and_nothing_is_written(vit, tmp_path
 def test_a_missing_package_is_named_with_the_command_that_installs_it(vit, tmp_path, monkeypatch, format, missing, int8):
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(ImportError, match=rf'{format}.* needs .*{missing}.* Type: pip install .*{missing}'):
-        export_model(vit(), tmp_path / f'a.{format}', format=format, int8=int8)
+        export_model(vit(), tmp_path / f'a.{format}', int8=int8)
 
 
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
 def test_the_example_runs_a_file_and_measures_it(vit, tmp_path, capsys, format):
     model = vit(num_classes=3)
     convert_(model, **ODES['phases'])
-    path = export_model(model, tmp_path / f'a.{format}', format=format)
+    path = export_model(model, tmp_path / f'a.{format}')
     x = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), np.uint8)
     prepared = (torch.from_numpy(x).permute(0, 3, 1, 2) / 255 - 0.5) / 0.5  # this model's mean and std
     with torch.no_grad():
@@ -299,7 +298,7 @@ def test_the_command(vit, tmp_path, monkeypatch, capsys):
     convert_(model, **ODES['phases'])
     model.pretrained_cfg.update(num_classes=3, label_names=['a', 'b', 'c'])
     save_pretrained(model, 'student')
-    assert main(['export', 'local-dir:student', '--format', 'pt2', '--steps', '2', '--img-size', '32', '--device', 'cpu']) == 0
+    assert main(['export', 'local-dir:student', 'student.pt2', '--steps', '2', '--img-size', '32', '--device', 'cpu']) == 0
     assert capsys.readouterr().out == f"wrote student.pt2: {(tmp_path / 'student.pt2').stat().st_size / 1e6:.2f} MB\n"
     extra = {export.METADATA: ''}
     loaded = torch.export.load('student.pt2', extra_files=extra).module()
@@ -309,6 +308,6 @@ def test_the_command(vit, tmp_path, monkeypatch, capsys):
     same_model.blocks.steps = 2
     images = torch.randn(3, 3, 32, 32)
     torch.testing.assert_close(loaded(images), same_model(images), atol=1e-4, rtol=0)
-    assert main(['export', 'local-dir:student', '--format', 'pt2', '--device', 'cpu']) == 2
+    assert main(['export', 'local-dir:student', 'student.pt2', '--device', 'cpu']) == 2
     assert "'student.pt2' exists" in capsys.readouterr().err
-    assert main(['export', 'local-dir:student', '--format', 'pt2', '--overwrite', '-o', 'student.pt2', '--device', 'cpu']) == 0
+    assert main(['export', 'local-dir:student', 'student.pt2', '--overwrite', '--device', 'cpu']) == 0

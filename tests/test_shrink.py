@@ -371,7 +371,7 @@ def test_the_classifier_of_an_embedding_is_left_out_of_a_copy_and_neighbours_are
 def test_an_exported_plain_student_calls_itself_a_plain_model(model, tmp_path):
     plain = plain_student(model, describe(model)[:2], count_parameters(model) // 2)
     for each in (plain, reloaded(plain, tmp_path / 'plain')):
-        about = load_exported(export_model(each, tmp_path / 'a.pt2', format='pt2', overwrite=True))[1]
+        about = load_exported(export_model(each, tmp_path / 'a.pt2', overwrite=True))[1]
         assert about['model'] == 'vit_tiny_patch16_224 with 2 blocks' and 'steps' not in about
     mixer = timm.create_model('mixer_s32_224', img_size=32)  # its blocks are used whole
     assert metadata(convert_(mixer, phases=8, method='euler').model)['model'] == 'mixer_s32_224 with 8 blocks'

@@ -198,22 +198,18 @@ def export(args: Any) -> None:
     """Write a model to a file that runs without this package.
 
     model
-    [path]  file to write: .onnx, .html or .pt2 (default: the model's name)
-    --format {onnx,html,pt2}  for ONNX Runtime, a page that classifies pictures, or for torch.export.load (default: by
-        the file's ending, or onnx)
-    -o,--out FILE  the same as path
-    --int8  compute linear layers in int8, and store weights so (only onnx)
-    --bits N  4 stores matrices in 4 bits (only onnx)
-    --any-steps  make the number of steps an input, 'steps' (only onnx)
+    [path]  file to write: .onnx, for ONNX Runtime; .html, a page that classifies pictures; or .pt2, for
+        torch.export.load (default: the model's name, .onnx)
+    --int8  compute linear layers in int8, and store weights so (only .onnx)
+    --bits N  4 stores matrices in 4 bits (only .onnx)
+    --any-steps  make the number of steps an input, 'steps' (only .onnx)
     --steps --img-size
     --overwrite  replace an existing file
     """
-    if args.path and args.out:
-        raise ValueError(f"Two files are given, '{args.path}' and --out '{args.out}'. Give one.")
     model = load_with_steps(args)
-    out = args.path or args.out or f"{Path(args.model.split(':')[-1]).resolve().name}.{args.format or 'onnx'}"
-    path = export_model(model, out, format=args.format, int8=args.int8, bits=args.bits, any_steps=args.any_steps,
-                        overwrite=args.overwrite)
+    out = args.path or f"{Path(args.model.split(':')[-1]).resolve().name}.onnx"
+    path = export_model(
+        model, out, int8=args.int8, bits=args.bits, any_steps=args.any_steps, overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')
 
 

@@ -30,8 +30,8 @@ FORMATS: dict[str, Callable[..., None]] = {'onnx': write_onnx, 'html': write_htm
 
 
 def export_model(
-        model: nn.Module, path: str | Path, *, format: str | None = None, int8: bool = False, bits: int | None = None,
-        any_steps: bool = False, overwrite: bool = False,
+        model: nn.Module, path: str | Path, *, int8: bool = False, bits: int | None = None, any_steps: bool = False,
+        overwrite: bool = False,
 ) -> Path:
     """Write a model to a file that runs without this package and without timm, on batches of any size, or as a page.
 
@@ -39,15 +39,14 @@ def export_model(
     images are prepared (input_size, mean, std, ...).
 
     Args:
-        path: New file, which ends in .onnx, .html or .pt2.
-        format: 'onnx', for ONNX Runtime and others; 'html', a page that classifies pictures in a browser, by weights
-            in 4 bits, for ViTs of ordinary blocks; 'pt2', for torch.export.load, on the model's device. None: by the
-            ending of the file.
-        int8: Compute linear layers in int8, with a scale for each row, and store weights so (only 'onnx').
+        path: New file. Its ending says what it is for: .onnx, ONNX Runtime and others; .html, a page that classifies
+            pictures in a browser, by weights in 4 bits, for ViTs of ordinary blocks; .pt2, torch.export.load, on the
+            model's device.
+        int8: Compute linear layers in int8, with a scale for each row, and store weights so (only .onnx).
         bits: 4 stores matrices in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16, whatever
-            is computed in; None does not (only 'onnx', of a float32 model).
+            is computed in; None does not (only .onnx, of a float32 model).
         any_steps: Make the number of steps a second input, `steps`, int64 [], which may be left out for the model's
-            own; at least one for each shared block (only 'onnx').
+            own; at least one for each shared block (only .onnx).
 
     Raises ImportError if a package is missing, ValueError if the file exists or the model cannot be exported.
 
@@ -58,21 +57,20 @@ def export_model(
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
     path, model = Path(path), unwrap_model(model)
-    format = format or (path.suffix[1:] if path.suffix[1:] in FORMATS else 'onnx')
-    one_of(tuple(FORMATS))('format', format)
+    format = one_of(tuple(FORMATS))(f"format of '{path}':", path.suffix[1:])
     odes, dtype = find_ode_blocks(model), dtype_of(model)
     for wrong, why in (
-            (path.suffix != f'.{format}' or path.is_dir() or (path.exists() and not overwrite),
-             f"'{path}' exists, or does not end in .{format}. Give another file, or overwrite=True (--overwrite)."),
+            (path.is_dir() or (path.exists() and not overwrite),
+             f"'{path}' exists. Give another file, or overwrite=True (--overwrite)."),
             ((int8 or bits or any_steps) and format != 'onnx',
-             f'The format {format} has no int8, no other bits and fixed steps. Choose the format onnx.'),
+             f'A .{format} has no int8, no other bits and fixed steps. Give a file that ends in .onnx.'),
             (bits not in (None, 4), f'bits={bits} is not offered. Give 4, or None.'),
             ((bits or any_steps) and dtype != torch.float32,
              f'4 bits and any_steps are made of float32; got {dtype}. Call model.float() first.'),
             (any_steps and (len(odes) != 1 or odes[0].config.halting),
              'any_steps=True (--any-steps) needs an ODE-ViT with one sequence of blocks, and no halting.'),
             (format == 'onnx' and dtype not in (torch.float32, torch.float16),
-             f'ONNX Runtime does not run {dtype}. Call model.float() first, or choose the format pt2.'),
+             f'ONNX Runtime does not run {dtype}. Call model.float() first, or give a .pt2.'),
             (any(ode.config.adaptive for ode in odes),
              "A file has fixed steps. Set another method first, such as model.blocks.method = 'rk4'.")):
         if wrong:

@@ -126,8 +126,7 @@ def _files(
                 key, suffix = id(candidate.model), '.onnx' if onnx else '.pt2'
                 if key not in exported:
                     try:
-                        exported[key] = export_model(
-                            candidate.model, Path(aside, f'{key}{suffix}'), format=suffix[1:])
+                        exported[key] = export_model(candidate.model, Path(aside, f'{key}{suffix}'))
                     except ValueError as e:
                         if not files:
                             raise
