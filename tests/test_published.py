@@ -66,7 +66,7 @@ def test_a_published_folder_is_whole(folder):
 def test_a_published_card_is_generated_its_code_runs_and_its_metadata_are_valid(folder):
     cards = runpy.run_path(str(HUB / 'tools' / 'cards.py'))
     text = (folder / 'README.md').read_text()
-    assert text == cards['card'](folder), 'run python hub/tools/cards.py'
+    assert text == cards['card'](folder), 'run python hub/tools/table.py --write'
     card = ModelCard(text)
     assert not errors_in_card(text) and card.data.license == 'apache-2.0' and card.data.model_name == folder.name
     rows = [r for r in json.loads((folder / 'results.json').read_text())['test'] if r['model'] != 'teacher']

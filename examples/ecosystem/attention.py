@@ -1,6 +1,6 @@
 """timm: attention over t with timm.utils.AttentionExtract: the map of each evaluation is a graph node of its own.
 
-A block that depends on time is a leaf of the graph; its maps are computed from the trajectory, as in the second half.
+Several shared blocks are a leaf of the graph; their maps are computed from the trajectory, as in the second half.
 """
 import timm
 import torch

@@ -1,7 +1,4 @@
-"""Write the card of each published model, hub/*/README.md, from its results.json.
-
-    python hub/tools/cards.py
-"""
+"""Write the card of each published model, hub/*/README.md, from its results.json, for `table.py --write`."""
 import json
 import re
 from pathlib import Path
@@ -83,7 +80,7 @@ def card(folder):
                 f"{commands(record, folder)}\n```")
     if 'start' in record:
         training += f"\n\n{record['start']}"
-    if 'curve' in record:
+    if 'curve' in record and 'start' not in record:  # which has it
         curve = record['curve']
         stride = -(-len(curve) // 15)
         which = f'every {stride} epochs' if stride > 1 else 'after each epoch'
@@ -108,7 +105,3 @@ def card(folder):
 def main():
     for path in sorted(HUB.glob('*/results.json')):
         (path.parent / 'README.md').write_text(card(path.parent))
-
-
-if __name__ == '__main__':
-    main()

@@ -62,14 +62,18 @@ def records():
     return found
 
 
-def animals():
-    """The rows of a verdict that no other beats in everything."""
-    record = json.loads((HUB / 'runs' / 'animals.json').read_text())
-    heads = ['', 'file, MB', f"{record['measure']}, %", 'ms, batch 1', 'ms per image, batch 32', '10⁶ multiply-adds']
-    return rows(heads, [
-        [row['name'], f"{row['mb']:.2f}", f"{row['value']:.1f} ± {row['interval']:.1f}",
-         *(f'{each:.3g}' for each in row['ms']), f"{row['operations']:.0f}"]
-        for row in record['rows'] if row['mb'] and not row['dominated_by']])
+def robustness():
+    """The points that corruptions cost, of a teacher and its students."""
+    record, lines = json.loads((HUB / 'robustness.json').read_text()), []
+    for label, row in record['summary'].items():
+        name, *steps = label.split(', ')
+        clean, words = record['clean'][label], MODELS[name][0] if name in MODELS else 'three plain blocks'
+        lines.append([', '.join([words.partition(', K')[0], *steps]), f"{clean['top1']:.1f}", *(
+            f'{row[kind]:.1f}' for kind in ('lost', 'noise', 'blur', 'weather', 'digital')),
+            *(f'{each:.1f}' for each in (clean['ece'], clean['ece at temperature'], row['ece'])),
+            f"{record['PGD, 0.5'][label]:.0f}"])
+    heads = ['model', 'clean, %', 'lost', 'noise', 'blur', 'weather', 'digital', 'ECE', 'scaled', 'corrupted', 'PGD, %']
+    return rows(heads, lines)
 
 
 def per_model(heads, cells):
@@ -118,7 +122,7 @@ TABLES = {
     'designs': (HUB / 'lab' / 'minutes.md', designs), 'which': (README, which), 'models': (RESULTS, models),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
-    'animals': (HUB.parent / 'examples' / 'your-images.md', animals)}
+    'robustness': (HUB.parent / 'examples' / 'robustness.md', robustness)}
 
 
 PAGES = (README, *sorted([*HUB.glob('*.md'), *HUB.glob('lab/*.md'), *HUB.parent.glob('examples/*.md')]))

@@ -2,7 +2,7 @@
 
 Writes hub/verdict.json; hub/TRAINING.md has the commands of the plain student:
 
-    OMP_NUM_THREADS=1 python hub/tools/verdict.py cifar100.npz --plain out/plain3/best
+    OMP_NUM_THREADS=1 python hub/tools/verdict.py cifar100.npz --plain hub/runs/plain3
 """
 import argparse
 import json

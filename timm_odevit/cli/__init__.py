@@ -101,8 +101,8 @@ def _is_for_the_user(error: Exception) -> bool:
 def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
     top = argparse.ArgumentParser(
         prog='odevit',
-        description='Turn a pretrained vision transformer into one shared block that an ODE solver evaluates.',
-        epilog='To begin: odevit shrink deit_tiny_patch16_224 images small --minutes 60')
+        description='Turn a pretrained vision transformer into a few shared blocks that an ODE solver evaluates.',
+        epilog='To begin: odevit shrink deit_tiny_patch16_224 images small --minutes 140')
     version = (PACKAGE / '_version.py').read_text().split("'")[1]
     top.add_argument('--version', action='version', version=f'odevit {version}')
     group = top.add_subparsers(title='commands', metavar='COMMAND', required=True)
