@@ -25,7 +25,7 @@ from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.ode.methods import METHODS
 
-FEW = 40  # images for the errors of the discretisation, which take seconds each
+FEW = 24  # images for the errors of the discretisation, which take seconds each
 BATCH = 4  # images of which the slowest decides how long the iteration of the exponents goes on
 
 
