@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..hooks import check_images
 from ..settings import one_line
-from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed, training_loader, unlabelled
+from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, corrupted, is_pair, mixed, training_loader, unlabelled
 from .preprocessing import class_names, dtype_of, labels_for, preparation
 from .sources import Part, checked_labels, divided, files_in, folder_parts, read_folder, read_npz, spread, taken
 
@@ -117,6 +117,8 @@ def read_data(
             parts[part] = taken(of, spread(count, limit) if kind == 'folder' else torch.arange(min(count, limit)))
     number = 0 if not labels else number if any_classes else model.num_classes
     train, loaders = _loaders(parts, kind, model, config, seed)
+    if config.corrupt and train is not None:
+        train = Mapped(train, partial(corrupted, share=config.corrupt))
     if labels and config.mixes and train is not None:
         train = mixed(train, number, config)
     return Data(train, loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,
