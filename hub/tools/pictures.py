@@ -52,7 +52,7 @@ def auroc():
     axes.set_yticks(range(len(SIGNALS)), list(SIGNALS.values()))
     axes.invert_yaxis()
     axes.axvline(0.5, color='black', linewidth=0.8)
-    axes.set(xlabel='area under the ROC curve for a right answer', xlim=(0.05, 0.95))
+    axes.set(xlabel='area under the ROC curve for a right answer', xlim=(0.1, 1))
     axes.set_title('counts against the answer  ←   0.5: no relation   →  speaks for the answer', fontsize=9)
     axes.legend(fontsize=8, loc='center left', bbox_to_anchor=(1, 0.5))
     return figure
