@@ -10,14 +10,13 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 HUB = Path(__file__).parent.parent
-NATIVE = 'odevit_tiny_native_'
 MODELS = {
     'deit_tiny_patch16_128.cifar100': ('teacher', 'black'),
-    NATIVE + 'three_patch16_128.deit_tiny_cifar100': ('three blocks, any K', 'C2'),
-    NATIVE + 'three_patch16_128.deit_tiny_k6_cifar100': ('three blocks, K = 6', 'C4'),
-    NATIVE + 'three_patch16_128.deit_tiny_k12_cifar100': ('three blocks, K = 12', 'C5'),
-    NATIVE + 'patch16_128.deit_tiny_cifar100': ('one block, any K', 'C0'),
-    NATIVE + 'patch16_128.deit_tiny_k6_cifar100': ('one block, K = 6', 'C3'),
+    'odevit_tiny_native_three_patch16_128.deit_tiny_cifar100': ('three blocks, any K', 'C2'),
+    'odevit_tiny_native_three_patch16_128.deit_tiny_k6_cifar100': ('three blocks, K = 6', 'C4'),
+    'odevit_tiny_native_three_patch16_128.deit_tiny_k12_cifar100': ('three blocks, K = 12', 'C5'),
+    'odevit_tiny_native_patch16_128.deit_tiny_cifar100': ('one block, any K', 'C0'),
+    'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': ('one block, K = 6', 'C3'),
     'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
 SIGNALS = {
@@ -80,12 +79,12 @@ def agreement():
 def robustness():
     summary = read('robustness.json')['summary']
     figure, (left, right) = sheet(9, 3.8, 2, sharey=True)
-    for name, (text, color) in (*MODELS.items(), ('plain', ('three plain blocks', 'C7'))):
+    for name, (text, color) in (*MODELS.items(), ('plain3', ('three plain blocks', 'C7'))):
         rows = {label.partition('K = ')[2] or '12': row for label, row in summary.items()
                 if label.partition(', ')[0] == name}
         steps, lost = [int(steps) for steps in rows], [row['lost'] for row in rows.values()]
-        left.plot(3 if name == 'plain' else steps, lost, 'o-', color=color, label=text)
-        if name != 'plain':
+        left.plot(3 if name == 'plain3' else steps, lost, 'o-', color=color, label=text)
+        if name != 'plain3':
             constant = read(f'dynamics/{name}/lipschitz.json')['found']
             own = dict(zip(steps, lost, strict=True)).get(len(constant['along']), lost[0])
             right.errorbar(constant['mean'], own, xerr=constant['sd'], fmt='o', color=color, capsize=2)

@@ -1,6 +1,6 @@
 """Measure published models on corrupted and on attacked images, how sure they are of their answers, and what transfers.
 
-    python hub/tools/robustness.py cifar100.npz cifar10.npz --plain hub/runs/plain3
+    python hub/tools/robustness.py cifar100.npz cifar10.npz --also hub/runs/plain3 hub/runs/c100_128_three6_corrupted
 
 The corruptions are those of CIFAR-C (arXiv 1903.12261) by the package imagecorruptions-imaug, at the size of the model;
 each has test images of its own. The temperature (arXiv 1706.04599) is fitted on training images that no published model
@@ -40,8 +40,8 @@ RADII = (0.25, 0.5, 1.)  # of the attacks, in 1/255
 LEARN, ASK = 2000, 1000  # images of the other classes
 
 
-def contenders(tag, plain=None):
-    """By name, and by number of steps where a model has several: a teacher, its students, and a plain student."""
+def contenders(tag, also=()):
+    """By name, with the number of steps of published students: a teacher, these students, and models in folders."""
     found = {}
     for path in sorted(HUB.glob(f'*deit_tiny*{tag}/results.json')):
         name, trained = path.parent.name, json.loads(path.read_text())['trained_at']
@@ -49,7 +49,7 @@ def contenders(tag, plain=None):
         for steps in sorted({3, 6, 12} if len(trained) > 1 else trained):
             found[f'{name}, K = {steps}'] = with_steps(model, steps)
         found.update({} if trained else {name: model})
-    return found | ({'plain': timm.create_model(f'local-dir:{plain}', pretrained=True).eval()} if plain else {})
+    return found | {path.name: timm.create_model(f'local-dir:{path}', pretrained=True).eval() for path in also}
 
 
 def of_pixels(model):
@@ -122,12 +122,12 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument('data', type=Path, help='.npz of the classes of the models')
     parser.add_argument('other', type=Path, help='.npz of other classes')
-    parser.add_argument('--plain', type=Path, help='folder of a plain ViT of a few blocks')
+    parser.add_argument('--also', type=Path, nargs='+', default=[], help='folders of other students')
     parser.add_argument('--auto', type=int, metavar='N', default=0, help='AutoAttack on N images: hours of a CPU')
     args = parser.parse_args()
     torch.set_num_threads(1)
     done = json.loads(out.read_text()) if (out := HUB / 'robustness.json').exists() else {'images': IMAGES}
-    models = contenders(args.data.stem, args.plain)
+    models = contenders(args.data.stem, args.also)
     first = next(iter(models.values()))
     data = read_data(args.data, first, DataConfig(batch_size=1000), held_out=0)
 
@@ -153,17 +153,17 @@ def main():
             x, y = corrupted(images[chosen], cell), labels[chosen]
             part(cell, judged)
     for kind, count, radius in (*(('PGD', 100, radius) for radius in RADII), ('AutoAttack', args.auto, RADII[1])):
-        if count:
-            how = images[:count], labels[:count], kind, radius
-            part(f'{kind}, {radius:g}', lambda _, model, how=how: attack(model, *how))
+        how = images[:count], labels[:count], kind, radius
+        part(f'{kind}, {radius:g}', lambda _, model, how=how: attack(model, *how)) if count else None
     part(f'to {args.other.stem}', lambda _, model: transfer(model, args.other))
+    models = contenders(args.other.stem)
+    part(f'to {args.data.stem}', lambda _, model: transfer(model, args.data))
     kinds = {'lost': CORRUPTIONS, 'noise': CORRUPTIONS[:15], 'blur': CORRUPTIONS[15:35], 'weather': CORRUPTIONS[35:55],
              'digital': CORRUPTIONS[55:]}
     done['summary'] = {label: {'ece': mean(done[cell][label]['ece at temperature'] for cell in CORRUPTIONS), **{
         kind: clean['top1'] - mean(done[cell][label]['top1'] for cell in cells) for kind, cells in kinds.items()}}
         for label, clean in done['clean'].items()}
-    models = contenders(args.other.stem)
-    part(f'to {args.data.stem}', lambda _, model: transfer(model, args.data))
+    write_text(out, to_json(done))
 
 
 if __name__ == '__main__':

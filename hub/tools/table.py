@@ -67,8 +67,9 @@ def robustness():
     record, lines = json.loads((HUB / 'robustness.json').read_text()), []
     for label, row in record['summary'].items():
         name, *steps = label.split(', ')
-        clean, words = record['clean'][label], MODELS[name][0] if name in MODELS else 'three plain blocks'
-        lines.append([', '.join([words.partition(', K')[0], *steps]), f"{clean['top1']:.1f}", *(
+        clean, words = record['clean'][label], {'plain3': 'three plain blocks', 'c100_128_three6_corrupted': (
+            'three blocks, K = 6, corrupted batches')}.get(name) or MODELS[name][0].partition(', K')[0]
+        lines.append([', '.join([words, *steps]), f"{clean['top1']:.1f}", *(
             f'{row[kind]:.1f}' for kind in ('lost', 'noise', 'blur', 'weather', 'digital')),
             *(f'{each:.1f}' for each in (clean['ece'], clean['ece at temperature'], row['ece'])),
             f"{record['PGD, 0.5'][label]:.0f}"])
