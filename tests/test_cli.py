@@ -259,7 +259,7 @@ def test_the_whole_chain_on_ones_own_images(folder, capsys):
     """The commands of examples/your-images.md, on a tiny model."""
     shutil.rmtree('student')
     shutil.copy('images/c1/0.png', 'photo.jpg')
-    tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6,12,24': '2,3'}
+    tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6': '3', '6,12,24': '2,3'}
     quick = {'finetune': [*RECIPE, '--set', 'fit.epochs=1'], 'calibrate': ['--epochs', '1', '--workers', '0'],
              'distill': [*RECIPE, *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))], 'evaluate': ['--workers', '0']}
     printed = run_chain('your-images.md', 'chain', tiny, quick, capsys)
