@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -120,6 +121,15 @@ def test_torchao(name):
     pytest.importorskip('torchao')
     before, after, agreement = example('quantise')(name)
     assert after < 0.6 * before and agreement > 0.9
+
+
+def test_litert(tmp_path):
+    pytest.importorskip('litert_torch')
+    rng = np.random.default_rng(0)
+    images = {f'x_{part}': rng.integers(0, 256, (20, 32, 32, 3), np.uint8) for part in ('train', 'test')}
+    np.savez(tmp_path / 'some.npz', **images, y_train=np.arange(20) // 2, y_test=np.arange(20) // 2)
+    rows = {name: mb for name, mb, *_ in example('litert')(tmp_path / 'some.npz', limit=2, rounds=1)}
+    assert rows['int8.tflite'] < 0.3 * rows['float.tflite'] and rows['float.tflite'] < 1.1 * rows['float.onnx']  # weights are shared
 
 
 def test_lightning():
