@@ -1,7 +1,9 @@
 """A classifier as one HTML page: what is refused, and what headless Chromium computes. Its tests are skipped without one, or without playwright."""
 import json
 import re
+import shlex
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -45,6 +47,16 @@ def opened(browser, tmp_path):
     for page in pages:
         page.close()
     assert not wrong
+
+
+def test_the_published_page_is_that_of_the_published_weights(tmp_path, monkeypatch):
+    stored = Path(__file__).parent.parent / 'examples' / 'page'
+    words = shlex.split(re.search('^odevit (export .*)$', (stored / 'README.md').read_text(), re.M)[1])
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / words[2]).parent.mkdir(parents=True)
+    assert main(words) == 0
+    assert (tmp_path / words[2]).read_bytes() == (stored / 'index.html').read_bytes()
+
 
 
 
