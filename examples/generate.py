@@ -101,7 +101,7 @@ def methods():
 
 
 def parts():
-    return rows(['part', 'names of its parameters contain'], [
+    return rows(['part', 'names of its parameters begin with or, from a dot, contain'], [
         [f'`{name}`', ', '.join(f'`{text}`' for text in found if text) or 'anything'] for name, found in PARTS.items()])
 
 

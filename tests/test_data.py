@@ -15,7 +15,7 @@ from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import save_pretrained
+from timm_odevit import Recipe, save_pretrained, train
 from timm_odevit.data.batches import DataConfig, corrupted, set_epoch
 from timm_odevit.data.preprocessing import data_config, open_image, read_image, warn_of_other_classes
 from timm_odevit.data.read import classes_of, read_data
@@ -209,6 +209,24 @@ def test_settings_of_other_data(vit, images, arrays, setting):
             read_data(of, vit(), DataConfig(**setting))
 
 
+@pytest.mark.parametrize('setting', [dict(mixup=0.5), dict(smoothing=0.1), dict(corrupt=0.5), dict(reprob=0.25)])
+def test_batches_of_a_loader_are_not_changed(vit, setting):
+    loader = [(torch.rand(4, 3, 16, 16), torch.arange(4))]
+    with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to this source, a loader'):
+        read_data(loader, vit(), DataConfig(**setting))
+
+
+def test_images_without_labels_are_mixed_too(vit):
+    images = torch.rand(8, 3, 16, 16)
+    (mixed, labels), = read(images, vit(), labels=False, held_out=0., batch_size=8, mixup=0.5).train
+    assert labels.shape == (8, 1) and not any((image == mixed).flatten(1).all(1).any() for image in images)
+
+
+def test_batches_without_labels_are_no_class(vit, tmp_path):
+    with pytest.raises(ValueError, match=r'The first batch of .*, torch.float32 .*is not \(images, labels\)'):
+        train(Recipe.load('finetune'), [torch.rand(4, 3, 16, 16)], tmp_path, student=vit(), progress=False)
+
+
 # --- folders
 
 @pytest.mark.parametrize('cores, workers', [(1, 0), (2, 1), (64, 2)])
@@ -252,6 +270,7 @@ def test_what_is_held_out_depends_on_the_image_alone(vit, tmp_path):
     (few, rest), (more, _) = held('all', 0.1), held('all', 0.3)
     assert not few & rest and few < more and 20 < len(few) < 60 < len(more) < 180
     assert held('turned', 0.1, seed=3) == held('all', 0.1, labels=False) == [few, rest]
+    assert read(tmp_path / 'all.npz', vit(), labels=False).count('test') == 1
     assert held('half', 0.3)[0] == more & {image.tobytes() for image in x[:200].transpose(0, 3, 1, 2)}
 
 
@@ -276,6 +295,7 @@ def test_a_test_folder_is_for_the_final_number_only(vit, images, tmp_path):
     loader, words = read(root, vit(), held_out=0.).evaluated()
     assert files(loader) == files(data.test) and words == str(root / 'test')
     assert data.evaluated()[1] == f"the share 0.1 held out of training of {root / 'training'}"
+    assert files(read(root, vit(), labels=False).test) == files(data.test)
     images('images/validation', count=2)
     data = read(root, vit())
     assert files(data.evaluated()[0]) == files(data.val) == files(read(root, vit(), held_out=0.).val)

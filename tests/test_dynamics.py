@@ -68,6 +68,7 @@ def test_directions_that_grow_late_are_found_by_the_sweeps():
     flow = Flow(torch.ones(1, 2), tuple(maps), (0., 1., 2., 3., 4.))
     whole = math.log(0.5 * 0.5 * 16 * 16) / 4
     assert float(lyapunov_exponents(flow).values) == pytest.approx(whole, abs=1e-4)
+    assert 'not settled' in str(lyapunov_exponents(flow, sweeps=1)) and 'not settled' not in str(lyapunov_exponents(flow))
 
 
 def test_the_exponents_of_the_lorenz_system():
@@ -305,7 +306,7 @@ def test_spectral_norms_of_layers_that_a_library_wraps(vit):
     (lambda m, x: lyapunov_exponents(ode(m, method='dopri5'), x), 'no map of the state alone'),
     (lambda m, x: lyapunov_exponents(ode(m, tokens=0.5), x), 'no map of the state alone'),
     (lambda m, x: lipschitz_constants(timm.create_model('test_resnet'), torch.randn(1, 3, 96, 96)), 'no single sequence of blocks'),
-    (lambda m, x: discretisation_errors(m, x), 'has 0 ODEs'),
+    (lambda m, x: discretisation_errors(m, x), 'has 0 ODEs'), (lambda m, x: discretisation_errors(ode(m), x, fine=3), 'fine must be even; got 3'),
     (lambda m, x: class_over_time(Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.))), 'no norm and head'),
     (lambda m, x: attention_over_time(timm.create_model('mixer_s32_224', img_size=64, num_classes=3).eval(), torch.randn(1, 3, 64, 64)), 'never attend')])
 def test_what_cannot_be_measured(vit, images, call, message):

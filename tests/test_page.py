@@ -84,11 +84,12 @@ def test_the_page_computes_the_logits_of_the_rounded_model(vit, opened, kwargs, 
             torch.testing.assert_close(logits(page, images, steps), model(images), atol=1e-4, rtol=0)  # both in float32
 
 
-def test_the_page_lays_its_steps_as_the_solver_does(vit, opened):
+@pytest.mark.parametrize('T, least', [(6.7, 3), (3., 2)])
+def test_the_page_lays_its_steps_as_the_solver_does(vit, opened, T, least):
     model = vit(**{**SMALL, 'depth': 7})
-    convert_(model, phases=3, T=6.7)
+    convert_(model, phases=3, T=T, steps=6)
     page = opened(model)
-    for steps in (*range(3, 20), 48):
+    for steps in (*range(least, 20), 48):
         model.blocks.steps = steps
         got = [(step['t'], step['h']) for step in page.evaluate('K => layout(K)', steps)]
         assert np.allclose(got, [(step.t, step.h) for step in model.blocks.solver], atol=1e-9), steps

@@ -2,7 +2,6 @@
 import copy
 import json
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,7 +85,7 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     found = shrink(model, images(), tmp_path, size=0.5, minutes=M, progress=False)
     assert snapshot(model) == before
     names = [row.name for row in found.rows]
-    assert names == ['original', 'original, tokens = 0.5', 'original, tokens = 0.2', 'plain, 2 blocks', 'student, K = 4', 'student, K = 4, early exit']
+    assert names == ['original', 'original, tokens = 0.5', 'original, tokens = 0.2', 'plain, 2 blocks', 'student, K = 4']
     assert [row.kind for row in found.rows] == [name.split(',')[0] for name in names] and 'without int8' in str(found)
     assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == len(prepare(images(), model).judging.images)
     text = str(found)
@@ -102,7 +101,7 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     for kind, name in (('student', 'student, K = 4'), ('plain', 'plain, 2 blocks')):
         saved = timm.create_model(f"local-dir:{tmp_path / kind / 'best'}", pretrained=True)
         assert found.rows[names.index(name)].value == pytest.approx(judging.value_of(saved)) and count_parameters(saved) < count_parameters(model)
-    assert found.rows[-1].file == '' and math.isnan(found.rows[-1].mb) and 0 < found.rows[-1].operations < 2 * found.rows[0].operations
+    assert 0 < found.rows[-1].operations < 2 * found.rows[0].operations
 
 
 @pytest.mark.parametrize('kind, measure', [
@@ -198,6 +197,7 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
     def interrupted(task, *args, **kwargs):
         calls.append('/'.join(kwargs['out'].parts[-3:-1]))
         if len(calls) == 2:
+            assert (tmp_path / 'student' / 'best' / 'model.safetensors').exists()  # since the first validation
             raise KeyboardInterrupt
         return original(task, *args, **kwargs)
     monkeypatch.setattr(stages, 'fit', interrupted)
@@ -308,8 +308,6 @@ def test_operations_are_those_of_an_image(model):
     assert whole == pytest.approx((blocks + 16 * D * 48 + 3 * D) / 1e6, rel=0.01)
     student = convert_(model, phases=2).model
     assert candidates.operations(student, image) == pytest.approx(whole)
-    student.blocks.config = replace(student.blocks.config, halting='entropy', halting_threshold=9.)  # after the first step
-    assert candidates.operations(student, images(33)) == pytest.approx(whole - 0.75 * blocks / 1e6, rel=0.01)
 
 
 @pytest.mark.parametrize('options, message', [

@@ -541,3 +541,5 @@ def test_the_model_says_what_was_held_out_of_its_training(vit, data, tmp_path):
     run(recipe('data.held_out=0.25', stages=[{'task': 'labels'}], ode=None), data, tmp_path / 'run', student=vit())
     best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
     assert read.held_out_of(best) == 0.25 and read.held_out_of(vit()) is None
+    run(recipe('data.held_out=0.5', stages=[{'task': 'labels'}], ode=None), data, tmp_path / 'on', student=best)
+    assert read.held_out_of(timm.create_model(f"local-dir:{tmp_path / 'on' / 'best'}", pretrained=True)) == 0.25

@@ -12,7 +12,7 @@ SMALL = 1024  # a tensor with fewer numbers, and a vector, keeps 16 bits
 _PARTS = ('codes', 'scale', 'zero')
 
 
-class Groups(NamedTuple):
+class Coded(NamedTuple):
     """A tensor as scale * (codes - zero)."""
     codes: Tensor  # uint8 [groups, 32]
     scale: Tensor  # float16 [groups, 1]
@@ -29,7 +29,7 @@ def is_rounded(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and tensor.ndim > 1 and tensor.numel() >= SMALL and tensor.shape[-1] % 2 == 0
 
 
-def in_groups(tensor: Tensor, bits: int = BITS) -> Groups:
+def in_groups(tensor: Tensor, bits: int = BITS) -> Coded:
     """A tensor, rounded to nearest."""
     flat, top = tensor.detach().flatten().float(), 2 ** bits - 1
     groups = torch.cat([flat, flat.new_zeros(-len(flat) % GROUP)]).view(-1, GROUP)
@@ -37,7 +37,7 @@ def in_groups(tensor: Tensor, bits: int = BITS) -> Groups:
     scale = ((high - low) / top).clamp(2. ** -24, 65504.).half()  # what float16 holds
     zero = (-low / scale.float()).round().clamp(max=top)
     codes = (groups / scale.float() + zero).round().clamp(0, top)
-    return Groups(codes.to(torch.uint8), scale, zero.to(torch.uint8))
+    return Coded(codes.to(torch.uint8), scale, zero.to(torch.uint8))
 
 
 def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -67,7 +67,7 @@ def unpacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         flat = _singles(codes.flatten())
         groups = torch.cat([flat, flat.new_zeros(-len(flat) % GROUP)]).view(-1, GROUP)
-        large[stem] = Groups(groups, scale[:, None], _singles(zero)[:len(scale), None]).values(shape)
+        large[stem] = Coded(groups, scale[:, None], _singles(zero)[:len(scale), None]).values(shape)
     return large
 
 

@@ -52,6 +52,9 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     top = parser(argv[:1])
     args, unknown = top.parse_known_args(argv)
+    for word in args.words:  # argparse leaves some empty after an option
+        if getattr(args, word) is None and unknown and not unknown[0].startswith('-'):
+            setattr(args, word, unknown.pop(0))
     if unknown:
         from timm_odevit.settings import suggest
         known = suggest(unknown[0].split('=')[0], args.options)
@@ -116,7 +119,8 @@ def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
             for argument in _arguments(arguments if name == 'script' else f'{arguments}\n--device --threads'):
                 _add(command, *argument)
         options = [text for action in command._actions for text in action.option_strings]
-        command.set_defaults(command=name, file=file, options=options)
+        words = [action.dest for action in command._actions if action.nargs == '?' and not action.option_strings]
+        command.set_defaults(command=name, file=file, options=options, words=words)
     return top
 
 
@@ -153,15 +157,11 @@ def _add_settings(group: Any, module: str, name: str) -> None:
     """An option for each setting of a class, as its docstring describes it."""
     settings = getattr(import_module(f'timm_odevit.{module}'), name)
     for f in fields(settings):
-        options: dict[str, Any] = {'help': settings.about()[f.name].replace('%', '%%'), 'default': argparse.SUPPRESS}
-        if isinstance(f.default, bool):
-            options.update(action='store_const', const=not f.default)
-        else:
-            options.update(type=_value, metavar='VALUE')
-            if f.default is not None:
-                default = ','.join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
-                options['help'] += f' (default: {default})'
-        group.add_argument(f"--{f.name.replace('_', '-')}", **options)
+        about = settings.about()[f.name].replace('%', '%%')
+        if f.default is not None:
+            about += f' (default: {f.default})'
+        group.add_argument(f"--{f.name.replace('_', '-')}", type=_value, metavar='VALUE', help=about,
+                           default=argparse.SUPPRESS)
 
 
 def _value(text: str) -> Any:
@@ -190,9 +190,9 @@ TYPES: dict[str, Any] = {  # by the placeholder; others are text
 
 
 def recipe(args: argparse.Namespace) -> None:
-    """List the recipes of the package, show one, or check a file.
+    """List the recipes of the package, or show one, or what a file says if it is valid.
 
-    action {list,show,check}  what to do
+    action {list,show}  what to do
     [name]  a .yaml file, or the name of a recipe
     """
     if args.action == 'list' or args.name is None:
@@ -201,8 +201,7 @@ def recipe(args: argparse.Namespace) -> None:
             print(f"{path.stem:13}{comment.split('. ')[0].split(': ')[0]}")
         return
     from timm_odevit import Recipe
-    text = Recipe.load(args.name).to_yaml()
-    print(text if args.action == 'show' else f"'{args.name}' is a valid recipe.\n", end='')
+    print(Recipe.load(args.name).to_yaml(), end='')
 
 
 def script(args: argparse.Namespace) -> int:

@@ -2,6 +2,7 @@
 import json
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,14 @@ def evaluate(args: Any) -> None:
             warn_of_other_classes(each, data.classes, args.data)
     recipe, blocks = _recipe(model), find_ode_blocks(model)
     options: Any = dict(
-        steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet, data=words,
-        trained_at=recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ())
+        steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
     if embedding:
         others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
         results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
     else:
         results = evaluate_classes(model, loader, **options)
+    trained_at = recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ()
+    results = replace(results, data=words, trained_at=trained_at)
     print(results)
     if args.json:
         results.to_json(args.json)
@@ -77,8 +79,7 @@ def evaluate(args: Any) -> None:
 
 def _recipe(model: Any) -> Recipe | None:
     """The recipe that lies beside a model's weights, if any."""
-    file = Path(str(model.pretrained_cfg.get('file') or ''))
-    path = (file if file.is_dir() else file.parent) / RECIPE
+    path = Path(str(model.pretrained_cfg.get('file') or '')).parent / RECIPE
     try:
         return Recipe.load(path) if path.is_file() else None
     except ValueError:  # of another version

@@ -28,7 +28,7 @@ def shrink(args: Any) -> None:
     [model]
     [data]  folder of images, or an .npz of small ones; labels are ignored unless they are the model's classes
     [out]  folder for the student, the files that were compared, and the verdict
-    --size SIZE  of the student, such as 25%, 3M parameters or 4MB (default: a quarter of the blocks)
+    --size SIZE  of the student, such as 25%, 3M (parameters) or 4MB (default: a quarter of the blocks)
     --keep PART  instead of --size: find the smallest student that keeps this share of the accuracy, such as 95%
     --minutes M  minutes to spend, in all if a run is continued (default: 60)
     --test DATA  other images to judge by (default: test/, x_test, or half of the images held out)
@@ -160,7 +160,7 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     if getattr(args, 'test', None):
         model = load(f'local-dir:{best}', SimpleNamespace(device=args.device))
         loader, words = read_data(args.test, model, held_out=0.).evaluated()
-        print(evaluate(model, loader, data=words, progress=not args.quiet))
+        print(replace(evaluate(model, loader, progress=not args.quiet), data=words))
 
 
 def convert(args: Any) -> None:
@@ -170,13 +170,11 @@ def convert(args: Any) -> None:
     out  folder to save to
     --checkpoint --img-size
     --random  do not load weights
-    --size SIZE  size of the result, such as 3M parameters, 25% or 10MB; chooses --phases
-    --force  write into a folder that is not empty
+    --size SIZE  size of the result, such as 3M (parameters), 25% or 10MB; chooses --phases
     --quiet
     +ode.config.OdeConfig  the ODE
     """
-    if not args.force:
-        refuse_existing(args.out, '--force')
+    refuse_existing(args.out)
     settings = {name: value for name, value in vars(args).items() if name in OdeConfig.names()}
     if args.size is not None and 'phases' in settings:
         raise ValueError('--size chooses the phases. Leave out --phases or --size.')

@@ -41,7 +41,7 @@ class DataConfig(Settings):
         cutmix: alpha of CutMix; 0 for none.
         smoothing: Label smoothing.
         prob: Share of the batches that are mixed; None for all.
-        corrupt: Share of the batches that lose contrast, get noise or are blurred, each image by an amount of its own.
+        corrupt: Share of the batches that lose contrast, get noise or are blurred, by random amounts.
     """
     batch_size: int = setting(64, integer(1))
     held_out: float = setting(0.1, number(0., 1., open='()'))
@@ -118,17 +118,12 @@ def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
     return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
 
 
-def _labelled(images: Tensor, labels: Any = None) -> tuple[Tensor, Any]:
-    return unlabelled(images) if labels is None else (images, labels)
-
-
 class Mapped:
     """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both."""
 
-    def __init__(self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = _labelled) -> None:
+    def __init__(self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = lambda *batch: batch) -> None:
         self.loader, self.change, self.batches = loader, change, len(loader)
         self.batch_size = getattr(loader, 'batch_size', None)
-        self.count = getattr(loader, 'count', self.batches * (self.batch_size or 1))
 
     def __len__(self) -> int:
         return self.batches

@@ -12,6 +12,7 @@ from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_input_data_config
 from timm.utils import unwrap_model
 from torch import Tensor
+from torchvision.transforms.v2.functional import center_crop
 
 from ..settings import one_line, printable
 
@@ -67,13 +68,12 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
     size, mode = tuple(cfg['input_size'][1:]), 'bilinear' if cfg['interpolation'] == 'bilinear' else 'bicubic'
     whole = [math.floor(side / cfg['crop_pct']) for side in size]
     whole = whole if cfg['crop_mode'] == 'squash' else [max(whole)] * 2
-    top, left = (round((side - cropped) / 2) for side, cropped in zip(whole, size, strict=True))
 
     def prepare(images: Tensor) -> Tensor:
         pixels = images.float() / 255
         if pixels.shape[-2:] != torch.Size(whole):
             pixels = F.interpolate(pixels, size=whole, mode=mode, antialias=True).clamp(0, 1)
-        return ((pixels[..., top:top + size[0], left:left + size[1]] - mean) / std).to(dtype)
+        return ((center_crop(pixels, list(size)) - mean) / std).to(dtype)
     return prepare
 
 

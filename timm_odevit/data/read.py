@@ -19,6 +19,9 @@ from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, corrupted, is_
 from .preprocessing import class_names, dtype_of, labels_for, preparation
 from .sources import Part, checked_labels, divided, files_in, folder_parts, read_folder, read_npz, spread, taken
 
+_APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
+    ('mixup', 'cutmix', 'smoothing', 'corrupt'), 'npz, folder, images, pair')}
+
 
 @dataclass(frozen=True, eq=False)
 class Data:
@@ -73,16 +76,16 @@ def read_data(
 
     Classes that are called as some of the model's get its labels. Others must be as many, in the same order (that of
     folders is the alphabet's), unless `any_classes`. If `labels` is None, they are ignored where they do not fit; if
-    False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is the share, of those held out, that are
-    the test images if there are none (half of a val/). `limit` is the number of images of each part.
+    False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is the share, of all images, of which
+    some held out are the test images if there are none (half of a val/). `limit` is the number of images of each part.
     """
     if isinstance(source, Data):
         return source
     config, kind = config or DataConfig(), _kind(source)
     share = config.held_out if held_out is None else held_out
     any_classes = any_classes or not getattr(model, 'num_classes', 0)
-    for name, where in {'padding': 'npz', 'flip': 'npz', 'workers': 'folder'}.items():
-        if getattr(config, name) is not None and kind != where:
+    for name, where in _APPLIES.items():
+        if getattr(config, name) != getattr(DataConfig(), name) and kind not in where.split(', '):
             raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. Leave it out.')
     if labels is None and not any_classes:
         again = partial(read_data, source, model, config, held_out=share, limit=limit, seed=seed, judging=judging)
@@ -119,14 +122,14 @@ def read_data(
     train, loaders = _loaders(parts, kind, model, config, seed)
     if config.corrupt and train is not None:
         train = Mapped(train, partial(corrupted, share=config.corrupt))
-    if labels and config.mixes and train is not None:
-        train = mixed(train, number, config)
+    if config.mixes and train is not None:
+        train = mixed(train, max(1, number), config)
     return Data(train, loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,
                 number, fits, words, held_out=share if split else 0.)
 
 
 def with_test(data: Data, source: Any, model: Any) -> Data:
-    """With all images of another source, in any form that `read_data` takes, as test images."""
+    """With those images of another source, in any form that `read_data` takes, that would evaluate a model."""
     own = not data.labelled and data.num_classes > 0  # classes that are not the model's
     other = read_data(source, model, labels=data.labelled or own, held_out=0., any_classes=own)
     if own and other.classes != data.classes:
@@ -170,10 +173,13 @@ def _parts(
         if labelled:
             parts, names = read_folder(Path(source), training, any_classes)
             return parts, names, len(names), words
-        files, places, all_places = files_in(Path(folders.get('train', source)))
-        if len(files) == len(all_places):  # each image in a folder of its own
-            places = torch.zeros_like(places)
-        return {'train': (files, places)}, None, 0, {'train': str(source), **words}
+        parts = {}
+        for part in ('train', 'test') if {'train', 'test'} <= {*folders} else ('train',):
+            files, places, all_places = files_in(Path(folders.get(part, source)))
+            if len(files) == len(all_places):  # each image in a folder of its own
+                places = torch.zeros_like(places)
+            parts[part] = files, places
+        return parts, None, 0, {'train': str(source), **words}
     images, labels = source if kind == 'pair' else (source, None)
     check_images(images)
     if not labelled:

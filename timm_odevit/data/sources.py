@@ -111,7 +111,7 @@ def read_npz(
     y: dict[str, Tensor] = {}
     try:
         with np.load(path) as archive:  # which unpickles nothing
-            for part in ('train', 'test') if labelled else ('train',):
+            for part in ('train', 'test') if labelled or 'x_test' in archive else ('train',):
                 if channels:
                     x[part] = torch.as_tensor(archive[f'x_{part}'])
                 y[part] = torch.as_tensor(archive[f'y_{part}']) if labelled else torch.zeros(len(x[part])).long()
@@ -149,8 +149,8 @@ def divided(part: Part, share: float, groups: Tensor | None = None) -> tuple[Par
     """A part without the images held out, and those: of each class, those whose hash is below the share.
 
     An image's hash, a number from 0 to 1, depends on its content alone: what one command holds out, each other does
-    that holds out as much or more. Of a class with several images, one at least is in either part; a single image is in
-    both. `groups` [N] take the place of the classes.
+    that holds out as much or more. Of each class, one image at least is in the first part, and one in the other if
+    it has several. `groups` [N] take the place of the classes.
     """
     images, labels = part
     groups = labels.cpu() if groups is None else groups

@@ -13,7 +13,7 @@ from ..ode.blocks import OdeBlocks, find_ode_blocks
 from ..ode.fields import Context
 from ..ode.methods import METHODS
 from ..ode.solver import Solver
-from ..settings import one_of
+from ..settings import integer, one_of
 from .flow import Flow, Images, PerImage, follow, joined, norms
 
 
@@ -51,6 +51,8 @@ def discretisation_errors(
     if len(odes) != 1:
         raise TypeError(f'A {type(model).__name__} has {len(odes)} ODEs. Give an ODE-ViT with one sequence of blocks.')
     ode = odes[0]
+    if integer(2)('fine', fine) % 2:
+        raise ValueError(f'fine must be even; got {fine}.')
     if steps is None:
         steps = sorted({max(ode.steps // 2, len(ode.shared.borders) + 1), ode.steps, 2 * ode.steps})
     if methods is None or isinstance(methods, str):

@@ -31,7 +31,7 @@ class Exponents(PerImage):
         good = self.values[~self.values[:, 0].isnan(), 0]
         spread = f' ± {good.std():.4f}' if len(good) > 1 else ''
         words = [f'{len(self.values)} images', *[f'largest {good.mean():.4f}{spread} per block'] * (len(good) > 0)]
-        if unsettled := int((self.residual > SETTLED).sum()):
+        if unsettled := len(good) - int((self.residual <= SETTLED).sum()):
             words.append(f'{unsettled} not settled: raise sweeps')
         if missing := list(filter(None, self.reasons)):
             words.append(f'none for {len(missing)}: {missing[0]}')

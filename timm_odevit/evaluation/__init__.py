@@ -1,1 +1,1 @@
-"""How well and how fast a model does."""
+"""How well a model does."""

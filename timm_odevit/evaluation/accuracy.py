@@ -17,13 +17,12 @@ from ..ode.methods import METHODS
 from ..settings import number
 from .results import NO_CLASS, Evaluation, Result, passes
 
-TRIED = 1000  # thresholds
+THRESHOLDS = 1000  # that are tried
 
 
 def evaluate(
         model: nn.Module, loader: Iterable[Any], *, steps: int | Sequence[int] | None = None,
-        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False, data: str = '',
-        trained_at: Sequence[int] = (),
+        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False,
 ) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
@@ -33,7 +32,6 @@ def evaluate(
         steps: Step counts of an ODE-ViT; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype.
-        data, trained_at: See `Evaluation`.
 
     Returns:
         One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,
@@ -67,7 +65,7 @@ def evaluate(
             kept = 100 * top1 / results[0].top1 if results[0].top1 else None
         results.append(Result(top1=top1, top5=top5, loss=losses.double().mean().item(), agreement=agreement, kept=kept,
                               **about))
-    return Evaluation(tuple(results), data, tuple(trained_at))
+    return Evaluation(tuple(results))
 
 
 def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +93,7 @@ class Halting:
 
     def __str__(self) -> str:
         return (f'halts at an entropy of {self.threshold:.4g} or less; {self.nfe:.2f} evaluations on average instead '
-                f'of {self.full_nfe}, top-1 {self.top1:.2f} % instead of {self.full_top1:.2f} % on {self.images:,} '
+                f'of {self.full_nfe}, {self.top1:.2f} % right instead of {self.full_top1:.2f} % of {self.images:,} '
                 'images')
 
 
@@ -170,7 +168,7 @@ def _thresholds(scores: Tensor) -> list[float]:
     """0, and thresholds between two scores each, where rounding changes nothing; the last lies above all scores."""
     finite = scores[scores.isfinite()].unique()
     between = torch.cat([(finite[:-1] + finite[1:]) / 2, 1.01 * finite[-1:] + 1e-6])
-    return [0., *between[torch.linspace(0, len(between) - 1, min(TRIED, len(between))).long()].tolist()]
+    return [0., *between[torch.linspace(0, len(between) - 1, min(THRESHOLDS, len(between))).long()].tolist()]
 
 
 def _blocks(model: Any) -> Any:

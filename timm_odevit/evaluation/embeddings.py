@@ -21,8 +21,7 @@ PENALTY = 1e-3
 def evaluate_embeddings(
         model: nn.Module, loader: Iterable[Any], *, labelled: Iterable[Any] | None = None,
         class_embeddings: Tensor | None = None, steps: int | Sequence[int] | None = None,
-        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False, data: str = '',
-        trained_at: Sequence[int] = (),
+        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False,
 ) -> Evaluation[EmbeddingResult]:
     """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 
@@ -35,7 +34,7 @@ def evaluate_embeddings(
         loader: As in `evaluate`; images alone without `labelled` and `class_embeddings`.
         labelled: Batches or a pair of other images and their labels, such as the training images.
         class_embeddings: Embedding of each class [classes, E], of any norm.
-        steps, teacher, amp_dtype, data, trained_at: As in `evaluate`.
+        steps, teacher, amp_dtype: As in `evaluate`.
 
     Returns:
         One EmbeddingResult for the teacher, if any, and one for each step count. Embeddings that are not finite count
@@ -79,7 +78,7 @@ def evaluate_embeddings(
             task = ours, labels, learned[used], check_labels(known)[used]
             found.update(knn=knn_accuracy(*task), probe=probe_accuracy(*task))
         results.append(EmbeddingResult(**found))
-    return Evaluation(tuple(results), data, tuple(trained_at))
+    return Evaluation(tuple(results))
 
 
 def without_classifiers(*models: Any) -> Any:

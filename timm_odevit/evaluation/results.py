@@ -51,6 +51,8 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
+    if not np.size(steps):
+        raise ValueError('steps is empty. Give some, or None.')
     return [(f'{count} steps', with_steps(model, count)) for count in dict.fromkeys(np.atleast_1d(steps).tolist())]
 
 
@@ -85,7 +87,7 @@ def _run(
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
     model: str  # 'teacher', 'student' or 'model'
-    steps: int | None  # of the solver; None if it is not an ODE-ViT
+    steps: int | None  # of all solvers; None if it is not an ODE-ViT
     nfe: float | None  # mean field evaluations per image
     parameters: int
     images: int

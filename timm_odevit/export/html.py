@@ -49,7 +49,7 @@ def write_html(model: Any, _: Tensor, path: Path, about: dict[str, str]) -> None
         'patch': model.patch_embed.patch_size, 'pool': [0, 1] if model.global_pool == 'token' else [prefix, None],
         'heads': block.attn.num_heads if block else ode.shared.phases[0].num_heads, 'center': block is None,
         'eps': next((m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)), 0.), 'method': ode.method,
-        'T': ode.config.T, 'borders': ode.shared.borders,
+        'T': ode.config.T, 'borders': [t for t in ode.shared.borders if t < ode.config.T - 1e-6],
         'times': getattr(ode.shared, 'times', [0]), 'which': getattr(ode.shared, 'which', [0])}
     weights = b''.join(tensor.numpy().tobytes() for tensor in packed(state).values())
     text = Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8')).substitute(

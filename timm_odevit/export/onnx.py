@@ -15,8 +15,8 @@ from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.fields import Context
 from ..ode.methods import Step
-from ..quantization import GROUP, Groups, in_groups, is_rounded
-from .program import exported
+from ..quantization import GROUP, Coded, in_groups, is_rounded
+from .program import proto
 
 DOMAIN = 'timm_odevit'
 _VECTOR = 128  # numbers that have 16 bits where those of matrices have 4
@@ -59,8 +59,8 @@ def write_onnx(
     if any_steps:
         ode, = find_ode_blocks(model)
         K, (steps, state) = ode.steps, _take_steps_out(model, images)
-        loops = [_stored(_graph(_AnyLength(step), 'y', x=state, h=torch.tensor(1.)), int8, groups) for step in steps]
-    whole = _stored(_graph(model, 'output', images=images), int8, groups)
+        loops = [_stored(proto(_AnyLength(step), 'y', x=state, h=torch.tensor(1.)), int8, groups) for step in steps]
+    whole = _stored(proto(model, 'output', images=images), int8, groups)
     if any_steps:
         _put_loops(whole.graph, [loop.graph for loop in loops], steps[0].h, K)
     onnx.helper.set_model_props(whole, about)
@@ -78,44 +78,33 @@ def rewrite(source: Path, path: Path, model: nn.Module, *, int8: bool, bits: int
         onnx.save(whole, aside / path.name)
 
 
-def _graph(module: nn.Module, output: str, **inputs: Tensor) -> Any:
-    program: Any = torch.onnx.export(
-        exported(module, *inputs.values()), input_names=[*inputs], output_names=[output], verbose=False,
-        dynamic_shapes=[{0: 'batch'} if x.ndim else None for x in inputs.values()])
-    model = program.model_proto
-    del model.graph.value_info[:]  # with what each node was in Python, they take as much as a small model's weights
-    for node in model.graph.node:
-        node.ClearField('metadata_props')
-    return model
-
-
-def _groups_of(model: nn.Module) -> dict[bytes, tuple[Groups, Tensor]]:
+def _groups_of(model: nn.Module) -> dict[Any, tuple[Coded, Tensor]]:
     """The groups of each matrix, and their numbers, by the floats of which they are made; also of a transposed one."""
-    found: dict[bytes, tuple[Groups, Tensor]] = {}
+    found: dict[Any, tuple[Coded, Tensor]] = {}
     for tensor in model.state_dict().values():
         if is_rounded(tensor):
-            groups, values = found[tensor.numpy().tobytes()] = _pair(tensor)
+            groups, values = found[tensor.numpy().tobytes(), tensor.shape] = _pair(tensor)
             if tensor.ndim == 2:
-                found[tensor.T.contiguous().numpy().tobytes()] = groups, values.T
+                found[tensor.T.contiguous().numpy().tobytes(), values.T.shape] = groups, values.T
     return found
 
 
-def _pair(tensor: Tensor) -> tuple[Groups, Tensor]:
+def _pair(tensor: Tensor) -> tuple[Coded, Tensor]:
     groups = in_groups(tensor)
     return groups, groups.values(tensor.shape)
 
 
-def _stored(model: Any, int8: bool, groups: dict[bytes, tuple[Groups, Tensor]]) -> Any:
+def _stored(model: Any, int8: bool, groups: dict[Any, tuple[Coded, Tensor]]) -> Any:
     """A model with linear layers that compute in int8, and with its matrices in groups, if there are any."""
     import onnx
     from onnx import helper, numpy_helper
-    known: dict[str, tuple[Groups, Tensor]] = {}
+    known: dict[str, tuple[Coded, Tensor]] = {}
     if int8:
         model = _folded(model)
     for tensor in model.graph.initializer if groups else ():
         weight = torch.from_numpy(numpy_helper.to_array(tensor).copy())
         if is_rounded(weight):  # what was folded is in none of the groups
-            known[tensor.name] = found = groups.get(weight.numpy().tobytes()) or _pair(weight)
+            known[tensor.name] = found = groups.get((weight.numpy().tobytes(), weight.shape)) or _pair(weight)
             tensor.CopyFrom(numpy_helper.from_array(found[1].contiguous().numpy(), tensor.name))
     if int8:
         model = _in_int8(model, rest=not groups)
@@ -139,7 +128,7 @@ def _insert(graph: Any, kind: str, inputs: Sequence[str], output: str, **attribu
     graph.node.insert(0, helper.make_node(kind, inputs, [output], **attributes))
 
 
-def _unpack(graph: Any, tensor: Any, groups: Groups, values: Tensor, stem: str) -> None:
+def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -> None:
     """Put the groups of a matrix in the place of its numbers, or of their int8."""
     from onnx import numpy_helper
     rows = torch.cat([groups.codes.T, groups.zero.T]).numpy()  # [33, groups]
@@ -224,12 +213,14 @@ def _take_steps_out(model: nn.Module, images: Tensor) -> tuple[list[Step], Tenso
     """Put one node in the place of a model's steps; a step for each span, as long as this, and a state."""
     ode, = find_ode_blocks(model)
     caught: list[Any] = []
-    ode.config = replace(ode.config, steps=len(ode.shared.borders) + 1)
+    spans = [ode.t, *(t for t in ode.shared.borders if ode.t + 1e-6 < t < ode.end - 1e-6)]
+    ode.config = replace(ode.config, steps=len(spans))
     ode.solver[0].register_forward_pre_hook(lambda _, inputs: caught.append(inputs))
     model(images)
     (state, context), steps = caught[0], [*ode.solver]
     for wrong, why in (
             (ode.config.tokens < 1, f'tokens={ode.config.tokens:g} merges others at each step'),
+            ({*ode.shared.jumps} - {*ode.shared.borders}, 'its shared blocks take turns within a span'),
             (any(abs(step.h - steps[0].h) > 1e-6 for step in steps), 'its spans are not of equal length'),
             (given := [name for name, value in context.block_kwargs.items() if value is not None],
              f"its blocks take {' and '.join(given)} besides the state")):

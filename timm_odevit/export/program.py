@@ -1,6 +1,7 @@
 """Models as programs of torch.export, and their files."""
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,3 +27,19 @@ def exported(module: nn.Module, *inputs: Tensor) -> ExportedProgram:
 
 def write_pt2(model: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
     torch.export.save(exported(model, images), path, extra_files={METADATA: json.dumps(about)})
+
+
+def proto(module: nn.Module, output: str, **inputs: Tensor) -> Any:
+    program: Any = exported(module, *inputs.values())
+    try:
+        program = torch.onnx.export(
+            program, input_names=[*inputs], output_names=[output], verbose=False,
+            dynamic_shapes=[{0: 'batch'} if x.ndim else None for x in inputs.values()])
+    except RuntimeError as e:
+        raise ValueError(f'ONNX cannot hold this {type(module).__name__}: {one_line(e.__cause__ or e)}. '
+                         'Choose .pt2.') from e
+    model = program.model_proto
+    del model.graph.value_info[:]  # with what each node was in Python, they take as much as a small model's weights
+    for node in model.graph.node:
+        node.ClearField('metadata_props')
+    return model

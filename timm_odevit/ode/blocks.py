@@ -81,7 +81,7 @@ class OdeBlocks(nn.Module):
 
     @config.setter
     def config(self, config: OdeConfig) -> None:
-        for name in ('field', 'phases', 'blocks'):
+        for name in ('field', 'phases', 'blocks', 'init'):
             now, new = getattr(self.config, name), getattr(config, name)
             if now != new:
                 raise ValueError(

@@ -16,7 +16,6 @@ from ..ode.blocks import count_parameters, find_ode_blocks
 
 _COST = ('K evaluations of shared blocks cost what K blocks cost: they have fewer parameters than a plain transformer, '
          'not less compute.')
-_SETTINGS = ('field', 'method', 'steps', 'T', 'phases', 'blocks', 'init', 'halting', 'halting_threshold')
 _COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
 
 
@@ -88,12 +87,10 @@ def _about(model: nn.Module) -> str:
     blocks, args = find_ode_blocks(model), getattr(model, '_model_args', {})
     if not blocks:
         return ''
-    config = blocks[0].config
     lines = [f"- Base: `{args['base']}`"] if 'base' in args else []
     lines.append(f'- Parameters: {count_parameters(model):,}')
     lines.append(f"- Input: {' x '.join(str(v) for v in resolve_model_data_config(model)['input_size'])}")
-    shown = [f'{name} {getattr(config, name)}' for name in _SETTINGS if getattr(config, name) not in (None, 0)]
-    return '\n'.join([*lines, f"- ODE: {', '.join(shown)}"])
+    return '\n'.join([*lines, *(f'- ODE, by {ode.config.method}: `{ode.config}`' for ode in blocks)])
 
 
 def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Sequence[int]) -> str:

@@ -1,5 +1,6 @@
 """save_pretrained: a folder that `timm.create_model('local-dir:...')` rebuilds exactly; push_to_hub: sends it."""
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -30,6 +31,13 @@ CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
 # the files of a model's folder that are sent; never a pickle
 _SENT = [WEIGHTS, CONFIG, CARD, REFERENCE, 'recipe.yaml', 'earlier*.yaml', 'results.json']
 _TOP = ('img_size', 'num_classes', 'in_chans', 'global_pool')  # arguments that a caller may override when loading
+
+
+def copy_model(source: Path, folder: Path) -> None:
+    """From one folder to another."""
+    with staged(folder, WEIGHTS, CONFIG) as aside:
+        for name in (WEIGHTS, CONFIG):
+            shutil.copyfile(source / name, aside / name)
 
 
 def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = None) -> Path:
@@ -151,7 +159,11 @@ def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
         if len(blocks) > 1:  # stages: leave out what each derives from its own depth
             config = replace(config, steps=tuple(b.steps for b in blocks), T=None)
         args.update(config.to_args())
-    args = json.loads(json.dumps(args))
+    try:
+        args = json.loads(json.dumps(args))
+    except TypeError as e:
+        raise ValueError(f"{architecture} was built with what config.json cannot hold: {e}. Give names, such as "
+                         "norm_layer='layernorm'.") from None
     with on_meta():
         rebuilt = timm.create_model(architecture, **args)
     for ours, theirs in zip_longest(structure(model), structure(rebuilt), fillvalue='nothing in its place'):

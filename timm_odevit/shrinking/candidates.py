@@ -19,9 +19,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from ..benchmark import half_intervals, times_in_turns
 from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
-from ..evaluation.accuracy import calibrate_halting
 from ..export.files import export_model, load_exported
 from ..export.onnx import rewrite
+from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .material import Held, Material
@@ -29,7 +29,6 @@ from .material import Held, Material
 BATCHES = (1, 32)
 ROUNDS, WITHIN = 20, 0.05  # rounds at most, and how well the ratios of the times are to be known
 TOKENS = (0.5, 0.2)
-NONE = (math.nan,) * len(BATCHES)
 
 
 class Candidate(NamedTuple):
@@ -39,7 +38,6 @@ class Candidate(NamedTuple):
     model: nn.Module
     int8: bool = False  # whether linear layers compute in it
     bits: int | None = None  # of the matrices in its file
-    exits: bool = False  # image by image, which a file cannot
 
     def and_smaller(self) -> list['Candidate']:
         """Itself, and the smaller files that are made of its file."""
@@ -52,8 +50,8 @@ class Row:
     """What was measured of a candidate."""
     kind: str
     name: str
-    file: str  # its name; '' if it has none
-    mb: float  # size of the file, 10^6 bytes; NaN without a file, as are the times
+    file: str  # its name
+    mb: float  # its size, 10^6 bytes
     value: float  # accuracy, agreement or cosine, in percent
     interval: float  # half of the 95 % interval of the value
     margin: float  # that of its difference from the first candidate's
@@ -88,17 +86,7 @@ def _student(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
     yield from Candidate('student', f'student, K = {steps}', student).and_smaller()
 
 
-def _early_exit(material: Material, student: nn.Module, *_: Any) -> Iterator[Candidate]:
-    halting, choosing = copy.deepcopy(student), material.choosing
-    try:
-        calibrate_halting(halting, choosing[:2]).apply_(halting)
-    except (TypeError, ValueError):  # it has stages or no classes, say
-        return
-    if choosing.measure != 'cosine':
-        yield Candidate('student', f'student, K = {find_ode_blocks(student)[0].steps}, early exit', halting, exits=True)
-
-
-FORMS = (_originals, _fewer_tokens, _plain, _student, _early_exit)  # in which a model can be used
+FORMS = (_originals, _fewer_tokens, _plain, _student)  # in which a model can be used
 
 
 def candidates(material: Material, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
@@ -109,19 +97,17 @@ def candidates(material: Material, student: nn.Module, plain: nn.Module | None) 
 
 def _files(
         chosen: Iterable[Candidate], folder: Path, progress: Callable[[str], Any],
-) -> tuple[list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]], list[str]]:
+) -> tuple[list[tuple[Candidate, Path, Callable[[Tensor], Tensor]]], list[str]]:
     """Write each candidate to a file, those of the same model from one export; and notes on what could not be."""
     folder.mkdir(exist_ok=True)
-    files: list[tuple[Candidate, Path | None, Callable[[Tensor], Tensor]]] = []
+    files: list[tuple[Candidate, Path, Callable[[Tensor], Tensor]]] = []
     notes, exported = list[str](), dict[int, Path | None]()
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         for candidate in chosen:
             like = next(candidate.model.parameters())
             onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
                 map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
-            if candidate.exits:
-                files.append((candidate, None, candidate.model))
-            elif (onnx or not candidate.int8) and (like.dtype == torch.float32 or not candidate.bits):
+            if (onnx or not candidate.int8) and (like.dtype == torch.float32 or not candidate.bits):
                 progress(f'measuring {candidate.name}')
                 key, suffix = id(candidate.model), '.onnx' if onnx else '.pt2'
                 if key not in exported:
@@ -137,7 +123,8 @@ def _files(
                     if candidate.int8:
                         rewrite(whole, path, candidate.model, int8=True, bits=candidate.bits)
                     else:
-                        shutil.copyfile(whole, path)
+                        with staged(folder, path.name) as new:
+                            shutil.copyfile(whole, new / path.name)
                     files.append((candidate, path, load_exported(path)[0]))
     if not onnx:
         notes.insert(0, 'The files were written by torch.export and timed in torch, without int8. For ONNX Runtime, on '
@@ -159,21 +146,20 @@ def measure(
     times, intervals = [], []
     for size in BATCHES:
         batch = held.images[torch.arange(size) % len(held.images)].to(device)
-        turns = times_in_turns([partial(run, batch) for _, file, run in files if file], ROUNDS, within=WITHIN)
+        turns = times_in_turns([partial(run, batch) for *_, run in files], ROUNDS, within=WITHIN)
         times.append((1000. / size * np.median(turns, axis=1)).tolist())
         intervals.append((100. * half_intervals(turns)).tolist())
     timed = zip(zip(*times, strict=True), zip(*intervals, strict=True), strict=True)
     rows: list[Row] = []
-    for candidate, file, run in files:
+    for (candidate, file, run), (ms, off) in zip(files, timed, strict=True):
         outputs = torch.cat([run(batch.to(device)).float().cpu() for batch in held.images.split(BATCHES[-1])])
         scores = held.scores(outputs)
         if not rows:
             first = scores
-        ms, off = next(timed) if file else (NONE, NONE)
         rows.append(Row(
-            candidate.kind, candidate.name, file.name if file else '', file.stat().st_size / 1e6 if file else math.nan,
+            candidate.kind, candidate.name, file.name, file.stat().st_size / 1e6,
             100. * float(scores.mean()), held.interval(scores), held.margin(scores, first),
-            ms, off, operations(candidate.model, held.images if candidate.exits else held.images[:1]),
+            ms, off, operations(candidate.model, held.images[:1]),
             held.neighbours(outputs)))
     if slow := [row.name for row in rows if row.ms[0] < row.ms[1] * (1 - row.ms_off[1] / 100)]:
         notes.append(f"{', '.join(slow)}: an image alone takes less time here than one of a batch of {BATCHES[1]}.")
@@ -181,10 +167,9 @@ def measure(
 
 
 @torch.no_grad()
-def operations(model: nn.Module, images: Tensor) -> float:
-    """Mean multiply-adds for an image, in 10^6."""
+def operations(model: nn.Module, image: Tensor) -> float:
+    """Multiply-adds for an image [1, C, H, W], in 10^6."""
     model = copy.deepcopy(model).eval()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
-        for batch in images.split(BATCHES[-1]):
-            model(batch.to(next(model.parameters(), batch)))
-    return counter.get_total_flops() / 2e6 / len(images)
+        model(image.to(next(model.parameters(), image)))
+    return counter.get_total_flops() / 2e6

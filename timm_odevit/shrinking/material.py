@@ -26,7 +26,7 @@ HELD = 2048  # images that choose and judge, at most
 HELD_OUT = 0.2  # share of the images that is held out, half to choose and half to judge, unless there are others
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
 FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
-LEAST = 0.2  # of the labels that a model must know, and more than by chance
+LEAST_RIGHT = 0.2  # of the labels that a model must know, and more than by chance
 SHARE = 0.45  # of the minutes for each of the two students, at most
 TRIALS = 4  # each halves the range of sizes that is left
 
@@ -114,7 +114,7 @@ def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = F
     (images, labels), judging = (data.sample(part, most) for part in ('val', 'test'))
     if measure == 'accuracy':
         right = float((_outputs(model, images).argmax(dim=-1) == labels).double().mean())
-        if right < max(LEAST, 1. / classes + 2. * (1. / classes * (1. - 1. / classes) / len(labels)) ** 0.5):
+        if right < max(LEAST_RIGHT, 1. / classes + 2. * (1. / classes * (1. - 1. / classes) / len(labels)) ** 0.5):
             measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
     if measure != 'accuracy':
         data = replace(data, train=Mapped(data.train, unlabelled))

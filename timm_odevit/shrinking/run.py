@@ -22,9 +22,9 @@ from ..files import to_json, write_text
 from ..hooks import random_states_kept
 from ..ode.blocks import count_parameters
 from ..ode.config import OdeConfig
-from ..saving.save import save_pretrained
+from ..saving.save import copy_model
 from ..settings import number
-from ..training.config import BEST, HISTORY, LAST, RECIPE, RUN, START
+from ..training.config import BEST, HISTORY, LAST, MINUTES, RECIPE, RUN, START
 from ..training.fit import check_unused
 from ..training.loop import score_of
 from ..training.recipe import Recipe
@@ -34,10 +34,9 @@ from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
 
-MEASURED = 10  # times as long as for the original, for all that is measured: five exports of twelve files
+MEASURED = 10  # times as long as for the original, for all that is measured: five exports of eleven files
 LEVEL = 30  # minutes, of hub/lab/minutes.md
 PART = 0.2  # of the minutes to measure, at most
-_MINUTES = number(0., open='(')
 LEAST, MARGIN = 1., 1.3  # times the minutes that are needed: fewer are refused, so many are asked for
 
 
@@ -62,7 +61,7 @@ def shrink(
     without this package, also in int8 and in 4 bits, and measured on images that no training used: their accuracy or,
     without labels, the agreement with the model, or the cosine of the embeddings.
 
-    `out` will hold student/best/ and plain/best/, in timm's format, each the best so far if the call is interrupted;
+    `out` will hold student/best/ and plain/best/, in timm's format, each the best so far from the first validation on;
     files/, the candidates that no other beats in everything; verdict.json; and verdict.html, if plotly is installed.
 
     Args:
@@ -90,7 +89,7 @@ def shrink(
         >>> student = timm.create_model('local-dir:small/student/best', pretrained=True)
     """
     folder, say = Path(out), print if progress else lambda *_: None
-    minutes = None if minutes is None else _MINUTES('minutes', minutes)
+    minutes = None if minutes is None else MINUTES('minutes', minutes)
     if size is not None and keep is not None:
         raise ValueError('Give a size, or the share to keep, not both.')
     if keep is not None:
@@ -146,7 +145,7 @@ def shrink(
         by_name = {row.name: row for row in verdict.rows}
         for row, by in zip(verdict.rows, verdict.beaten, strict=True):
             better = by_name.get(by, row)
-            if row.file and (better.mb < row.mb or better.value > row.value):  # none goes for its time
+            if better.mb < row.mb or better.value > row.value:  # none goes for its time
                 (folder / 'files' / row.file).unlink(missing_ok=True)
         write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
         if find_spec('plotly') is not None:
@@ -185,11 +184,9 @@ def _trained(
         last = folder / str(i - 1) / 'stage0' / LAST  # before the learning rate fell
         if last.exists():
             student.load_state_dict(torch.load(last, map_location='cpu', weights_only=True)['model'])
-        try:
-            train(recipe, data, folder / str(i), teacher=material.model, student=student, minutes=of, resume=True,
-                  progress=progress)
-        finally:
-            _save_best(folder)
+        train(recipe, data, folder / str(i), teacher=material.model, student=student, minutes=of, resume=True,
+              progress=progress, on_epoch=lambda _: _save_best(folder))
+        _save_best(folder)  # the start, if there was nothing to learn
     best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
     return best.to(next(student.parameters())).eval()
 
@@ -201,7 +198,7 @@ def _save_best(folder: Path) -> None:
         states.append((max(map(score_of, json.loads(file.read_text()))), file.parent / BEST))
     best = max(states, default=(0., folder / START))[1]
     if best.is_dir():
-        save_pretrained(timm.create_model(f'local-dir:{best}', pretrained=True), folder / BEST)
+        copy_model(best, folder / BEST)
 
 
 def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str, ...]:

@@ -64,8 +64,8 @@ class Verdict:
 
     @property
     def good(self) -> list[Row]:
-        """The rows with a file that keep enough; at least the original."""
-        return [row for row in self.rows if row.file and row.value >= self.keep * self.rows[0].value]
+        """The rows that keep enough; at least the original."""
+        return [row for row in self.rows if row.value >= self.keep * self.rows[0].value]
 
     @property
     def _unbeaten(self) -> list[Row]:
@@ -115,7 +115,7 @@ class Verdict:
                   *(f'{ms:.3g}' + (off >= 0.5) * f' ± {off:.0f} %' for ms, off in zip(row.ms, row.ms_off, strict=True)),
                   f'{row.operations:.0f}', f'worse than {by}' if by else '']
                  for row, by in zip(self.rows, self.beaten, strict=True)]
-        return [heads, *(['-' if cell.startswith('nan') else cell for cell in line] for line in lines)]
+        return [heads, *lines]
 
     def table(self) -> str:
         """The table, as Markdown."""
@@ -137,8 +137,7 @@ class Verdict:
         what = ('file, MB', [row.mb for row in self.rows]), ('ms per image, batch 32', [row.ms[1] for row in self.rows])
         figure = make_subplots(1, 2, shared_yaxes=True, horizontal_spacing=0.03)
         for column, (axis, xs) in enumerate(what, 1):
-            points = sorted((x, -row.value, i) for i, (row, x) in enumerate(zip(self.rows, xs, strict=True))
-                            if row.file)
+            points = sorted((x, -row.value, i) for i, (row, x) in enumerate(zip(self.rows, xs, strict=True)))
             front = [i for n, (_, value, i) in enumerate(points) if all(value < other for _, other, _ in points[:n])]
             for kind, color in COLORS.items():
                 own = [i for *_, i in points if self.rows[i].kind == kind]

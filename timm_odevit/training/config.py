@@ -24,7 +24,7 @@ class FitConfig(Settings):
 
     Attributes:
         epochs: Or else give minutes.
-        minutes: Train for about so long, in epochs of one pass or less, with at most a fifth for validation.
+        minutes: Train for about so long, with at most a fifth of it for validation.
         opt: timm optimizer (compared in hub/lab/ingredients.md).
         lr: Peak learning rate.
         weight_decay: Not applied to norms, biases and embeddings.
@@ -96,7 +96,8 @@ class LossConfig(Settings):
             update draws one, so that K can be chosen after training; of ((6, 1), (6, 2)), it draws a pair and runs
             both. None for the student's own number.
         consistency_weight: Of the distance of an update's other outputs to its first, which does not learn.
-        patch_drop: Share of the patches left out at random in each update, for teacher and student; 0 in the last ones.
+        patch_drop: Share of the patches left out at random in each update, for teacher and student; give 0 in
+            the last stage.
         jasmin_weight: Of the JaSMin loss of the shared block's attention, at two of the states.
         kd_weight: Of the KL divergence between the logits or, for embeddings, of one minus their cosine plus their
             relative squared error.

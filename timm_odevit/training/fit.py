@@ -2,7 +2,7 @@
 import copy
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,14 +21,14 @@ from .config import BEST, HISTORY, LAST, FitConfig
 from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
 EPOCHS = 10  # into which minutes are divided, unless validation or a pass takes long
-TRIED = 2  # updates by which their time is found, at least
+TIMED = 2  # updates by which their time is found, at least
 LONG = 10.  # seconds of an epoch that may be more than a pass over the data
 
 
 def fit(
         task: TrainingTask, train_loader: Any, val_loader: Iterable[Any] | None = None, *,
         out: str | Path | None = None, resume: bool = False, progress: bool = True, config: FitConfig | None = None,
-        **settings: Any,
+        on_epoch: Callable[..., Any] | None = None, **settings: Any,
 ) -> list[dict[str, float]]:
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
@@ -43,6 +43,7 @@ def fit(
         out: Folder, shared by all processes; None saves nothing.
         resume: Go on from `out/last.pt`, if it exists, with the same settings, but perhaps more epochs.
         config: Or give any of FitConfig's settings as keywords, such as epochs=10.
+        on_epoch: Is called with the record of each epoch once its files are written, in the first process.
 
     Returns:
         One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
@@ -112,6 +113,8 @@ def fit(
                     save_pretrained(trainer.chosen, folder / BEST)
                 write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be done
                 _save_state(folder / LAST, trainer, history=history, settings=asked, plan=plan)
+            if on_epoch is not None and trainer.rank == 0:
+                on_epoch(record)
             bar.set_postfix({key: f'{record[key]:.4g}' for key in ('loss', 'val_top1', 'val_cosine') if key in record})
     return history
 
@@ -191,12 +194,12 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
     """By a few on a copy of the task, in which each number of steps has its turn."""
     teacher = getattr(task, 'teacher', None)
     trial = copy.deepcopy(task, {} if teacher is None else {id(module): module for module in teacher.modules()})
-    updates = 1 + max(TRIED, len(getattr(trial, 'counts', [None])[0] or ()))
+    updates = 1 + max(TIMED, len(getattr(trial, 'counts', [None])[0] or ()))
     config = replace(config, epochs=1, minutes=None, compile=False)
     done: list[float] = []
     trainer = Trainer(trial, Stream(train_loader, updates * config.accumulate), config, updates)
     with unfused_in_bfloat16(trial, trainer.device, trainer.dtype):
-        trainer.train(0, lambda: done.append(time.perf_counter()))
+        trainer.train(updates - 2, lambda: done.append(time.perf_counter()))  # from the second on, a round
     return (done[-1] - done[0]) / (updates - 1)
 
 

@@ -123,7 +123,7 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
     """The `softmax_times`, by batches of images [B, C, H, W] on the teacher's device."""
     moved, images = [], 0
     for batch in batches:
-        with evaluating(teacher), watch_blocks([list(teacher.blocks)]) as seen:
+        with evaluating(teacher), watch_blocks([find_stages(teacher)[0].blocks]) as seen:
             teacher(batch)
         path = [state.flatten(1) for state in seen[0][0]]
         moved.append(torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu())

@@ -16,7 +16,7 @@ from .config import FitConfig, LossConfig
 FOLDER = Path(__file__).parent / 'recipes'
 LONGEST = 50_000  # most characters that are read; our recipes have 1,000
 FIT = [name for name in FitConfig.names() if name != 'seed']  # the recipe has its own
-# the parts of a model that a stage may train, and what the names of their parameters contain
+# the parts of a model that a stage may train, and what their parameters' names begin with or, if it has a dot, contain
 PARTS: dict[str, tuple[str, ...]] = {
     'all': ('',),
     'blocks': ('.blocks.',),

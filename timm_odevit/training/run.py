@@ -1,6 +1,6 @@
 """train: run a recipe in a folder; calibrate_: that of its name in memory, on images without labels."""
 import copy
-import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -16,26 +16,25 @@ from torch import nn
 from ..convert.conversion import convert_
 from ..data.batches import DataConfig, hash_of
 from ..data.preprocessing import warn_of_other_classes
-from ..data.read import NOTE, classes_of, read_data
+from ..data.read import NOTE, classes_of, held_out_of, read_data
 from ..distributed import alone_in, rank_and_world
-from ..files import staged, to_json, write_text
+from ..files import to_json, write_text
 from ..hooks import lent, random_states_kept
-from ..saving.loading import CONFIG, WEIGHTS
-from ..saving.save import describe
+from ..saving.save import copy_model, describe
 from .config import BEST, HISTORY, MINUTES, RECIPE, FitConfig
-from .fit import check_unused, count_updates
+from .fit import check_unused
 from .matching import check_models
 from .recipe import Recipe, prefixed
 from .stages import Run, check_about, read_run
 
 JUDGED = 3  # batches by which a calibration compares start and end
-SAMPLE = 256  # images for measurements at checkpoints
 
 
 def train(
         recipe: Recipe, data: Any, out: str | Path, *, teacher: nn.Module | None = None,
         student: nn.Module | None = None, minutes: float | None = None, resume: bool = False, limit: int | None = None,
         command: dict[str, Any] | None = None, device: str | torch.device = 'cpu', progress: bool = True,
+        on_epoch: Callable[..., Any] | None = None,
 ) -> list[dict[str, float]]:
     """Run a recipe.
 
@@ -52,6 +51,7 @@ def train(
         limit: Images of each part of the data to use, for a rehearsal.
         command: What `odevit distill --resume` is to find in run.json.
         device: For a student that is built without a teacher.
+        on_epoch: As of `fit`.
 
     Returns:
         The records of all epochs, as returned by `fit`, each with its stage.
@@ -89,7 +89,6 @@ def train(
             f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
             for name, model in (('teacher', teacher), ('student', student))}}
         check_about(folder, about)
-        sample = images.sample('train' if images.val is None else 'val', SAMPLE, recipe.seed)[0].to(device)
         if recipe.ode is not None:
             host = copy.deepcopy(host).requires_grad_(True)
             torch.manual_seed(recipe.seed)
@@ -97,19 +96,19 @@ def train(
         if recipe.grad_checkpointing:
             host.set_grad_checkpointing()
         describe(host)  # fails now rather than after the first epoch
+        known = held_out_of(host)  # by the training that it had
         host.pretrained_cfg = host.default_cfg = {
-            **_named(host, names, keep=teacher is not None), 'notes': [f'{NOTE}{images.held_out:g}']}
-        run = Run(recipe, host, teacher, images, sample, folder, {**about, 'command': command or before.get('command')})
+            **_named(host, names, keep=teacher is not None),
+            'notes': [f'{NOTE}{images.held_out if known is None else min(known, images.held_out):g}']}
+        run = Run(recipe, host, teacher, images, folder, {**about, 'command': command or before.get('command')})
         if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
             run.write()
             write_text(folder / RECIPE, recipe.to_yaml())
-        history, best = run.train(minutes, resume, progress and rank == 0)
+        history, best = run.train(minutes, resume, progress and rank == 0, on_epoch)
         if rank == 0:
-            with staged(folder / BEST, WEIGHTS, CONFIG) as aside:
-                for name in (WEIGHTS, CONFIG):
-                    shutil.copyfile(best / name, aside / name)
+            copy_model(best, folder / BEST)
             used = run.recipe.without_shares(run.own[0]) if len(run.own) == 1 else run.recipe
             write_text(folder / BEST / RECIPE, used.to_yaml())
             write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
@@ -182,7 +181,6 @@ def calibrate_(
                         lr=1e-3 if lr is None else lr, amp=amp, seed=seed)
     check_models(model, teacher)
     data = read_data(images, model, DataConfig(batch_size=batch_size), labels=False, held_out=0.)
-    count_updates(data.train)
     changes = [f'seed={checked.seed % 2 ** 31}', f"fit.amp={amp or 'null'}", f'stages.0.fit.lr={checked.lr!r}',
                f'stages.0.scale_lr={lr is None}']
     if epochs is not None:
@@ -192,7 +190,7 @@ def calibrate_(
     with lent(teacher), random_states_kept(device):
         random_seed(recipe.seed)
         few = list(islice(data.train, JUDGED))
-        run = Run(recipe, student, teacher, replace(data, val=few), few[0][0][:1])
+        run = Run(recipe, student, teacher, replace(data, val=few))
         history, state = run.train(minutes, progress=progress)
     model.load_state_dict(state)
     return history

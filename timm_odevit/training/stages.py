@@ -3,7 +3,7 @@ import copy
 import json
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from timm.loss import SoftTargetCrossEntropy
 from timm.task import ClassificationTask
-from torch import Tensor, nn
+from timm.utils import random_seed
+from torch import nn
 
 from ..data.read import Data
 from ..distributed import in_first_process, over_processes, rank_and_world
@@ -29,7 +30,8 @@ from .matching import check_loss
 from .recipe import PARTS, Recipe, Stage, prefixed
 from .tasks import TrajectoryDistillationTask
 
-TRIED = 3  # batches by which the learning rate is scaled
+SCALING = 3  # batches by which the learning rate is scaled
+SAMPLE = 256  # images for checkpoints by distance
 EXACT = 1e-6  # a loss that is rounding
 
 
@@ -50,11 +52,10 @@ class PreparedStage(NamedTuple):
 class Run:
     """Trains a student in place; states are kept in a folder or, without, in memory.
 
-    The folder's run.json holds `about`, what must be the same when the run is resumed, and what was planned. `sample`
-    are images [N, C, H, W] for checkpoints by distance.
+    The folder's run.json holds `about`, what must be the same when the run is resumed, and what was planned.
     """
 
-    def __init__(self, recipe: Recipe, student: nn.Module, teacher: Any, data: Data, sample: Tensor,
+    def __init__(self, recipe: Recipe, student: nn.Module, teacher: Any, data: Data,
                  folder: Path | None = None, about: dict[str, Any] | None = None) -> None:
         self.student, self.data, self.folder, self.about = student, data, folder, about or {}
         self.began, self.odes = time.perf_counter(), find_ode_blocks(student)
@@ -63,7 +64,7 @@ class Run:
         self.stages: list[PreparedStage] = []
         for i, stage in enumerate(self.recipe.stages):
             with prefixed(f'stages.{i}: '):
-                self.stages.append(self._prepared(i, stage, teacher, sample))
+                self.stages.append(self._prepared(i, stage, teacher))
         if data.val is not None:  # what does not fit is refused before anything is written
             in_first_process(lambda: try_one_batch(data.val, self.stages[-1].task, None))
         # lr_scale, the factor on the learning rates of stages that ask for one; start, what was measured of the student
@@ -71,7 +72,7 @@ class Run:
         then = {} if folder is None else read_run(folder).get('plan', {})
         self.plan: dict[str, Any] = {name: value for name, value in then.items() if value is not None}
 
-    def _prepared(self, i: int, stage: Stage, teacher: Any, sample: Tensor) -> PreparedStage:
+    def _prepared(self, i: int, stage: Stage, teacher: Any) -> PreparedStage:
         recipe, student = self.recipe, self.student
         config, loss = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i), recipe.loss_of(stage)
         criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
@@ -83,8 +84,10 @@ class Run:
             task = ClassificationTask(student, criterion, **common)
             task.embedding = False
         else:
-            task = TrajectoryDistillationTask(
-                student, teacher, calibration=sample.split(64), criterion=criterion, config=loss, **common)
+            if loss.checkpoints == 'distance':
+                sample = self.data.sample('train' if self.data.val is None else 'val', SAMPLE, recipe.seed)[0]
+                common['calibration'] = sample.to(common['device'])
+            task = TrajectoryDistillationTask(student, teacher, criterion=criterion, config=loss, **common)
         task.labelled = self.data.labelled or teacher is None
         counts = [each or ((steps,),) for each, steps in zip(
             getattr(task, 'counts', [None] * len(self.own)), self.own, strict=True)]
@@ -100,7 +103,8 @@ class Run:
         if self.folder is not None and rank_and_world()[0] == 0:
             write_text(self.folder / RUN, to_json({**self.about, 'plan': self.plan}))
 
-    def train(self, minutes: float | None = None, resume: bool = False, progress: bool = True) -> tuple[list[Any], Any]:
+    def train(self, minutes: float | None = None, resume: bool = False, progress: bool = True,
+              on_epoch: Callable[..., Any] | None = None) -> tuple[list[Any], Any]:
         """The records of all epochs, and the best state: its folder, or weights. Minutes are those of all stages."""
         student, last = self.student, self.stages[-1]
         trainable = {name for name, p in student.named_parameters() if p.requires_grad}
@@ -122,7 +126,7 @@ class Run:
                     print(f"stage {i}: {getattr(stage.task, 'title', 'labels')}, {count:,} trainable parameters")
                 out = None if self.folder is None else self.folder / f'stage{i}'
                 records = fit(stage.task, self.data.train, self.data.val if out else None, out=out, resume=resume,
-                              progress=progress, config=config)
+                              progress=progress, config=config, on_epoch=on_epoch)
                 history += [{'stage': i, **record} for record in records]
                 if stage.measured == last.measured:
                     states.append((max(records, key=score_of), out / BEST) if out else self._state(stage))
@@ -155,10 +159,11 @@ class Run:
     @torch.no_grad()
     def _scale_lr(self, stage: PreparedStage) -> float:
         """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1."""
-        if 'lr_scale' not in self.plan and stage.scaled:
+        if 'lr_scale' not in self.plan and any(each.scaled for each in self.stages):
             device, losses = torch.device(stage.task.device), []
+            random_seed(self.recipe.seed)
             with evaluating(stage.task.trainable_module):
-                for images, labels in islice(self.data.train if self.data.val is None else self.data.val, TRIED):
+                for images, labels in islice(self.data.train if self.data.val is None else self.data.val, SCALING):
                     with autocast(device, AMP_DTYPES.get(stage.config.amp)):
                         losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
             self.plan['lr_scale'] = min(1., 3. * torch.stack(losses).mean().item())
