@@ -9,8 +9,7 @@ from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.saving.cards import model_card
 
 HUB = Path(__file__).parent.parent
-# recipes of the runs before the last one, in order
-EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml', 'earlier4.yaml')
+EARLIER = ('earlier.yaml', 'earlier2.yaml', 'earlier3.yaml', 'earlier4.yaml')  # recipes of the runs before, in order
 DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 PLAIN = 'odevit_tiny_native_three_patch16_128.deit_tiny_'  # have as many parameters as hub/runs/plain.json
 
@@ -40,7 +39,9 @@ def opening(name, record, steps):
     if all(each in files for each in names):
         said.append('As int8, it takes {:.2f} MB and has {:.1f} %, its teacher {:.2f} MB and {:.1f} %.'.format(
             *(files[each][key] for each in names for key in ('mb', 'value'))))
-    if name.startswith(PLAIN):
+    if '4bits' in name and (file := files.get(f'{name}, 4 bits, K = {steps}')):
+        said.append('As ONNX in 4 bits, as in training, it takes {mb:.2f} MB and has {value:.1f} %.'.format(**file))
+    if name.startswith(PLAIN) and '4bits' not in name:
         plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
         said.append(f"A plain ViT of as many parameters ({plain['steps']} of its teacher's blocks, each used once), "
                     f"after as many minutes of the same GPU, has {plain['top1']:.1f} %, with "
@@ -66,7 +67,6 @@ def card(folder):
                    f'{dataset}.')
     continued = re.search(r'--student local-dir:hub/(?!runs/)(\S+)', record['command'].splitlines()[0])
     few = f' It continues `{continued[1]}` for {epochs} epochs.' if continued else ''
-
     if record['trained_at'] and len(record['trained_at']) == 1:
         few += f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
     enlarged = f' enlarged to {pixels}' if pixels > 32 else ''

@@ -38,7 +38,7 @@ def published():
 
 def in_words(name, trained):
     """A published model in words, with the numbers of steps of its training."""
-    words = WORDS[name.partition('_patch')[0]]
+    words = WORDS[name.partition('_patch')[0]] + ', trained in 4 bits' * ('4bits' in name)
     return words if not trained else f'{words}, any K' if len(trained) > 1 else f'{words}, K = {trained[0]} alone'
 
 
@@ -139,9 +139,10 @@ def frontier(path):
     for row in group['rows']:
         name, file, *steps = *row['name'].split(', '), *['float32'] * (', ' not in row['name'])
         base = name.partition('_patch')[0]
+        steps += ['trained'] * ('4bits' in name)
         words = ', '.join([WORDS.get(base, 'three plain blocks').replace('the ', ''), *steps])
         color = {'original': GREY, 'plain': GREEN}.get(row['kind'], BLUE if 'three' in base else ORANGE)
-        if '_k' in name or row['kind'] != 'student':
+        if '_k' in name or '4bits' in name or row['kind'] != 'student':
             axes.plot(row['mb'], row['value'], marks[file], color=color, markersize=6, zorder=3)
             points.append((f'{words}, {file}', color, row['mb'], row['value']))
     axes.set(xlabel='file, MB', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log', xlim=(0.2, 70), ylim=(66, 84))

@@ -1,7 +1,4 @@
-"""Draw pictures of hub/pictures/ from the records in hub/; `python hub/tools/table.py --write` calls it.
-
-`git show b17a7c4:hub/tools/pictures.py` drew sizes and ingredients, that of 9508f57 faster and memory.
-"""
+"""Draw pictures of hub/pictures/ for `python hub/tools/table.py --write`. Those in b17a7c4 and 9508f57 drew others."""
 import io
 import json
 from pathlib import Path
@@ -19,6 +16,11 @@ MODELS = {
     'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': ('one block, K = 6', 'C3'),
     'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
+OTHERS = {  # whose dynamics were not measured
+    'odevit_tiny_native_three_patch16_128.deit_tiny_4bits_cifar100': ('three blocks in 4 bits, corrupted data', 'C6'),
+    'c100_128_three6_corrupted': ('three blocks, corrupted data', 'C8'),
+    'plain3': ('three plain blocks', 'C7')}
+OWN = {'plain3': '3', 'c100_128_three6_corrupted': '6'}  # K, where a label has none
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'exponents': 'largest exponent',
     'class_token': 'that of the class token', 'distance': 'distance from the teacher'}
@@ -79,12 +81,12 @@ def agreement():
 def robustness():
     summary = read('robustness.json')['summary']
     figure, (left, right) = sheet(9, 3.8, 2, sharey=True)
-    for name, (text, color) in (*MODELS.items(), ('plain3', ('three plain blocks', 'C7'))):
-        rows = {label.partition('K = ')[2] or '12': row for label, row in summary.items()
+    for name, (text, color) in {**MODELS, **OTHERS}.items():
+        rows = {label.partition('K = ')[2] or OWN.get(name, '12'): row for label, row in summary.items()
                 if label.partition(', ')[0] == name}
         steps, lost = [int(steps) for steps in rows], [row['lost'] for row in rows.values()]
-        left.plot(3 if name == 'plain3' else steps, lost, 'o-', color=color, label=text)
-        if name != 'plain3':
+        left.plot(steps, lost, 'o-', color=color, label=text)
+        if name in MODELS:
             constant = read(f'dynamics/{name}/lipschitz.json')['found']
             own = dict(zip(steps, lost, strict=True)).get(len(constant['along']), lost[0])
             right.errorbar(constant['mean'], own, xerr=constant['sd'], fmt='o', color=color, capsize=2)

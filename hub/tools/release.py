@@ -5,7 +5,7 @@ r"""Make the folder of a published model from a finished run: weights, config, r
         --command "odevit distill autonomous cifar100.npz out/run ..."
 
 Training never sees the test images. Weights are stored in half precision, unless that costs more than 0.05 points of
-top-1 on the images held out of training.
+top-1 on the images held out of training, or in 4 bits.
 """
 import argparse
 import copy
@@ -63,13 +63,12 @@ def main():
     parser.add_argument('--begun', nargs=3, action='append', default=[], metavar=('EPOCHS', 'MINUTES', 'DEVICE'),
                         help='what the weights took that the run began with, if they were not published, and on what')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
-    parser.add_argument('--batch-size', type=int, default=128)
-    parser.add_argument('--threads', type=int, default=1)
     parser.add_argument('--steps', type=int, nargs='+', default=STEPS, help='step counts to measure')
+    parser.add_argument('--bits', type=int, choices=[4], help='store matrices in so many')
     parser.add_argument('--start', help='a sentence or two on the student that the run began with, for the card')
     parser.add_argument('--hub', type=Path, default=HUB)
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1)
     begun = [(int(epochs), {'minutes': float(minutes), 'device': device}) for epochs, minutes, device in args.begun]
     dataset_of(args.name)  # fail now, for a data set that cards do not know
     run, folder = args.run, args.hub / args.name
@@ -80,11 +79,10 @@ def main():
     recipe, steps, trained_at = Recipe.load(run / 'best' / 'recipe.yaml'), None, []
     if find_ode_blocks(model):
         steps, trained_at = args.steps, list(recipe.trained_at(model.blocks.steps))
-    data = read_data(args.data, model, DataConfig(batch_size=args.batch_size), held_out=recipe.batches.held_out)
+    data = read_data(args.data, model, DataConfig(batch_size=128), held_out=recipe.batches.held_out)
     half = copy.deepcopy(model).half().float()  # rounded
     full, rounded = (trained(measure(m, data.val), m)['top1'] for m in (model, half))
-    stored, measured = (copy.deepcopy(half).half(), half) if rounded >= full - 0.05 else (model, model)
-    rows = measure(measured, data.test, teacher, steps)
+    stored = model if args.bits or rounded < full - 0.05 else copy.deepcopy(half).half()
     commands, recipes, epochs, spans = before(args.earlier)
     spans += [span for _, span in begun]
     aside = args.hub / '.release' / args.name  # hub/NAME changes only when all is there
@@ -93,7 +91,9 @@ def main():
         # the images are used whole, without cropping
         names = {'label_names': list(data.classes)} if data.classes else {}
         stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **names}
-        save_pretrained(stored, aside)
+        save_pretrained(stored, aside, bits=args.bits)
+        published = timm.create_model(f'local-dir:{aside}', pretrained=True).eval()
+        rows = measure(published, data.test, teacher, steps)
         size = (aside / 'model.safetensors').stat().st_size
         if size > LIMIT:
             raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')
@@ -108,11 +108,9 @@ def main():
             'device': args.device_name, 'minutes': sum(r['seconds'] for r in history) / 60,
             **({'start': args.start} if args.start else {}),
             'versions': f'timm_odevit {timm_odevit.__version__}, torch {torch.__version__}, timm {timm.__version__}',
-            'trained_at': trained_at, 'curve': [round(r['val_top1'], 1) for r in history],
-            'held_out_top1': max(r['val_top1'] for r in history if r['stage'] == history[-1]['stage']), 'test': rows,
-        }
+            'trained_at': trained_at, 'curve': [round(r['val_top1'], 1) for r in history], 'test': rows}
         (aside / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
-        save_reference(timm.create_model(f'local-dir:{aside}', pretrained=True).eval(), aside)
+        save_reference(published, aside)
         (aside / 'README.md').write_text(card(aside))
         if folder.exists():
             folder.rename(aside.parent / 'old')

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import cards
 from first_page import compare, frontier, idea, in_words, models, published, rows, which
-from pictures import MODELS, draw
+from pictures import MODELS, OTHERS, draw
 
 HUB = Path(__file__).parent.parent
 README = HUB.parent / 'README.md'
@@ -67,8 +67,7 @@ def robustness():
     record, lines = json.loads((HUB / 'robustness.json').read_text()), []
     for label, row in record['summary'].items():
         name, *steps = label.split(', ')
-        clean, words = record['clean'][label], {'plain3': 'three plain blocks', 'c100_128_three6_corrupted': (
-            'three blocks, K = 6, corrupted batches')}.get(name) or MODELS[name][0].partition(', K')[0]
+        clean, words = record['clean'][label], {**MODELS, **OTHERS}[name][0].partition(', K')[0]
         lines.append([', '.join([words, *steps]), f"{clean['top1']:.1f}", *(
             f'{row[kind]:.1f}' for kind in ('lost', 'noise', 'blur', 'weather', 'digital')),
             *(f'{each:.1f}' for each in (clean['ece'], clean['ece at temperature'], row['ece'])),
