@@ -93,7 +93,7 @@ def robustness():
     left.set(xlabel='K', xscale='log', ylabel='points lost to corruptions, on average')
     ticks(left, (3, 6, 12))
     right.set(xlabel='local Lipschitz constant of the steps, with its own K')
-    left.legend(fontsize=7)
+    figure.legend(fontsize=7, loc='outside right center')
     return figure
 
 
