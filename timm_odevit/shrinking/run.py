@@ -34,7 +34,7 @@ from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
 
-MEASURED = 10  # times as long as for the original, for all that is measured: five exports of eleven files
+EXPORTS, FILES = 5, 11  # that are measured
 LEVEL = 30  # minutes, of hub/lab/minutes.md
 PART = 0.2  # of the minutes to measure, at most
 LEAST, MARGIN = 1., 1.3  # times the minutes that are needed: fewer are refused, so many are asked for
@@ -155,13 +155,14 @@ def shrink(
 
 def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, Any]:
     """Minutes to prepare and to measure, by measuring the original, and those trained so far."""
+    at: list[float] = []
     with tempfile.TemporaryDirectory(dir=folder) as aside:  # refuses what cannot be written
         for _ in range(2):  # the first loads what it needs
-            started = time.perf_counter()
+            at.clear()
             measure([Candidate('original', 'original', material.model)], material.judging, Path(aside),
-                    progress=lambda *_: None)
-    prepared, measured = ((time.perf_counter() - since) / 60 for since in (began, started))
-    measured *= MEASURED
+                    progress=lambda _: at.append(time.perf_counter()))
+    at.append(time.perf_counter())  # of the export, of what follows, of its end
+    prepared, measured = (at[2] - began) / 60, (EXPORTS * (at[1] - at[0]) + FILES * (at[2] - at[1])) / 60
     needed = prepared + measured / PART
     if minutes < LEAST * needed:
         raise ValueError(f'{minutes:g} minutes are too few: to prepare takes about {prepared:.2g}, and to measure '
