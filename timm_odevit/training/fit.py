@@ -199,7 +199,7 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
     done: list[float] = []
     trainer = Trainer(trial, Stream(train_loader, updates * config.accumulate), config, updates)
     with unfused_in_bfloat16(trial, trainer.device, trainer.dtype):
-        trainer.train(updates - 2, lambda: done.append(time.perf_counter()))  # from the second on, a round
+        trainer.train(updates - 2, lambda: done.append(time.perf_counter()))  # timed: one round of all K
     return (done[-1] - done[0]) / (updates - 1)
 
 
