@@ -2,7 +2,7 @@
 import copy
 import json
 import math
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -41,7 +41,7 @@ def test_models_and_their_step_counts_are_compared_with_the_first(tiny, tmp_path
     save_pretrained(models['ode'], tmp_path)
     stored = load_file(tmp_path / 'model.safetensors')
     assert rows['ode'].size == sum(t.numel() * t.element_size() for t in stored.values())
-    record, text = json.loads(json.dumps(found.to_dict())), str(found)
+    record, text = json.loads(json.dumps(asdict(found))), str(found)
     assert record['machine']['torch'] == torch.__version__ and len(record['timings']) == 10
     for t in found.timings:
         line = next(line for line in text.split(f'| batch {t.batch_size} ')[1].splitlines() if line.startswith(f'| {t.name} '))

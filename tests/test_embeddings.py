@@ -206,6 +206,17 @@ def test_recipes(vit, recipe, classes, tmp_path):
     assert kept == (recipe == 'zero_shot')  # the texts need the rest as it is
 
 
+def test_a_student_of_a_classifiers_embeddings_has_no_head(vit, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    npz('d.npz')
+    save_pretrained(vit(depth=6), 'teacher')  # its head has a bias
+    command = ['distill', 'embedding', 'd.npz', 'run', '--teacher', 'local-dir:teacher', '--quiet']
+    assert main([*command, *[f'--set={each}' for each in ('data.batch_size=12', 'stages.0.fit.epochs=1')]]) == 0
+    assert timm.create_model('local-dir:run/best', pretrained=True).num_classes == 0
+    assert main(['evaluate', 'local-dir:run/best', 'd.npz', '--teacher', 'local-dir:teacher', '--quiet', '--json', 'a.json']) == 0
+    assert json.loads((tmp_path / 'a.json').read_text())[0]['cosine'] > 0
+
+
 def test_the_training_images_of_a_folder_are_labelled_ones(vit, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_pretrained(vit(num_classes=0), 'model')

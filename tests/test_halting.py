@@ -62,7 +62,10 @@ def test_the_extremes(vit, images):
     plain = copy.deepcopy(never)
     plain.blocks.config = replace(plain.blocks.config, halting=None)
     assert torch.equal(never(images), plain(images)) and never.blocks.steps_taken.tolist() == [6, 6]
-    assert at_once(images).shape == (2, 5) and at_once.blocks.steps_taken.tolist() == [1, 1]
+    calls, shared = [], at_once.blocks.shared
+    attention = shared.attention
+    shared.attention = lambda *args: calls.append(1) or attention(*args)
+    assert at_once(images).shape == (2, 5) and at_once.blocks.steps_taken.tolist() == [1, 1] and len(calls) == 1
     assert plain.blocks.steps_taken is None
     assert never(images[:0]).shape == (0, 5)
 

@@ -5,7 +5,7 @@ import re
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -45,9 +45,6 @@ class Benchmark:
     """`print` gives a Markdown table for each batch size."""
     machine: dict[str, Any]
     timings: list[Timing]
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def __str__(self) -> str:
         tables = [', '.join(f'{key} {value}' for key, value in self.machine.items())]

@@ -1,7 +1,7 @@
 """What running a model takes: hooks, modes, random states and precision; its hidden states."""
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import Lock, get_ident
@@ -100,16 +100,6 @@ def check_images(images: Any) -> None:
         raise ValueError('images must be finite; some values are not.')
 
 
-@contextmanager
-def hooked(*hooks: tuple[nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
-    """Temporary hooks: module, kind ('before' its forward, called with args and kwargs, or 'after') and function."""
-    with ExitStack() as stack:
-        for module, kind, function in hooks:
-            stack.enter_context(module.register_forward_hook(function) if kind == 'after' else
-                                module.register_forward_pre_hook(function, with_kwargs=True))
-        yield
-
-
 # states before the first and after each block, and what the host passed to each, positional and by keyword
 BlockRecord = tuple[list[Tensor], list[tuple[tuple[Any, ...], dict[str, Any]]]]
 
@@ -130,8 +120,11 @@ def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRe
         if get_ident() == thread:
             record[0].append(out)
     records: list[BlockRecord] = [([], []) for _ in stages]
-    with hooked(*((block, kind, partial(function, record)) for blocks, record in zip(stages, records, strict=True)
-                  for block in blocks for kind, function in (('before', before), ('after', after)))):
+    with ExitStack() as hooks:
+        for blocks, record in zip(stages, records, strict=True):
+            for block in blocks:
+                hooks.enter_context(block.register_forward_pre_hook(partial(before, record), with_kwargs=True))
+                hooks.enter_context(block.register_forward_hook(partial(after, record)))
         yield records
 
 

@@ -30,7 +30,6 @@ def is_rounded(tensor: Tensor) -> bool:
 
 
 def in_groups(tensor: Tensor, bits: int = BITS) -> Coded:
-    """A tensor, rounded to nearest."""
     flat, top = tensor.detach().flatten().float(), 2 ** bits - 1
     groups = torch.cat([flat, flat.new_zeros(-len(flat) % GROUP)]).view(-1, GROUP)
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)

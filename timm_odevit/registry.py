@@ -144,7 +144,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
         try:
             with on_meta():
                 check_size(timm.create_model(variant, pretrained_cfg=plain, **saved), file)
-        except Exception as e:  # of any kind, for arguments it cannot take
+        except Exception as e:
             raise ValueError(f"{variant} cannot be built from the config.json of '{where}': {type(e).__name__}: "
                              f'{one_line(e)}') from e
     return file

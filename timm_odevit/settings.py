@@ -20,7 +20,7 @@ def setting(default: Any, check: Check) -> Any:
 
 @dataclass(frozen=True, repr=False)
 class Settings:
-    """Settings, each checked on its own at construction; `_check` covers conditions on several of them."""
+    """Settings, each checked on its own at construction."""
 
     def __post_init__(self) -> None:
         for f in fields(self):

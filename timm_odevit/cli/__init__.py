@@ -1,6 +1,6 @@
 """odevit: the command line. A command is a function; its docstring says what it does and lists its arguments.
 
-This file runs first, without torch, so that help is quick. The docstring of a command lists its arguments:
+This file runs first, without torch, so that help is quick.
 
 name  help                    also [name] if it may be left out, name... for one or more, name* for all that follow
 --name  help                  a flag

@@ -2,7 +2,7 @@
 import json
 import sys
 import warnings
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -139,7 +139,7 @@ def benchmark(args: Any) -> None:
         images=partial(_some_images, args.data) if args.data else None, progress=not args.quiet)
     print(results)
     if args.json:
-        write_text(Path(args.json), to_json(results.to_dict()))
+        write_text(Path(args.json), to_json(asdict(results)))
 
 
 def _some_images(path: str, model: nn.Module, count: int) -> Tensor:

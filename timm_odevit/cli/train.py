@@ -16,6 +16,7 @@ from timm_odevit import shrink as run_shrink
 from ..data.batches import DataConfig
 from ..data.read import classes_of, read_data
 from ..evaluation.accuracy import evaluate
+from ..evaluation.embeddings import without_classifiers
 from ..saving.loading import WEIGHTS
 from ..training.config import BEST, RECIPE, START
 from ..training.stages import read_run
@@ -90,9 +91,12 @@ def distill(args: Any) -> None:
             raise ValueError(f"'{change}' says how to make a student, but --student gives one. Leave one out.")
     recipe, student = recipe or Recipe.load(args.recipe, args.set), None
     if args.student:
-        recipe = replace(recipe, ode=None, model=None, model_args=None)
+        recipe = replace(recipe, model=None, model_args=None)
         student = load(args.student, SimpleNamespace(device=args.device))
-    _train(recipe, args, load(args.teacher, args), student)
+    teacher = load(args.teacher, args)
+    if recipe.embeds:
+        student, teacher = without_classifiers(student, teacher)
+    _train(recipe, args, teacher, student)
 
 
 def _start(args: Any, first: str) -> Recipe | None:

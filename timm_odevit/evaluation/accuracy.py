@@ -117,7 +117,6 @@ def calibrate_halting(
         >>> print(found)
         >>> found.apply_(student)
 
-    Source: entropy along the way: Loop-ViT, arXiv 2602.02156.
     """
     max_drop = number(0., 1.)('max_drop', max_drop)
     blocks = _blocks(model)

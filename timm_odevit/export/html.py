@@ -4,7 +4,6 @@ import json
 import re
 from collections.abc import Iterator
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -52,7 +51,7 @@ def write_html(model: Any, _: Tensor, path: Path, about: dict[str, str]) -> None
         'T': ode.config.T, 'borders': [t for t in ode.shared.borders if t < ode.config.T - 1e-6],
         'times': getattr(ode.shared, 'times', [0]), 'which': getattr(ode.shared, 'which', [0])}
     weights = b''.join(tensor.numpy().tobytes() for tensor in packed(state).values())
-    text = Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8')).substitute(
+    text = Template(Path(__file__).with_name('page.html').read_text(encoding='utf-8')).substitute(
         title=escape(page['model']), model=json.dumps(page).replace('<', '\\u003c'),  # a name may be a stranger's
         weights=base64.b64encode(weights).decode())
     path.write_text(text, encoding='utf-8')

@@ -1,6 +1,5 @@
 """ONNX files: weights as floats, in int8 or in 4 bits; a fixed number of steps, or one that is an input."""
 import copy
-import json
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,13 +66,13 @@ def write_onnx(
     onnx.save(whole, path)
 
 
-def rewrite(source: Path, path: Path, model: nn.Module, *, int8: bool, bits: int | None) -> None:
-    """Write another form of a file that holds a model's floats."""
+def rewrite(source: Path, path: Path, model: nn.Module, bits: int | None) -> None:
+    """Write the int8 form of a file that holds a model's floats."""
     import onnx
     whole = onnx.load(source)
     about = {entry.key: entry.value for entry in whole.metadata_props}
-    whole = _stored(whole, int8, _groups_of(model) if bits else {})
-    onnx.helper.set_model_props(whole, {**about, 'int8': json.dumps(int8), **({'bits': str(bits)} if bits else {})})
+    whole = _stored(whole, True, _groups_of(model) if bits else {})
+    onnx.helper.set_model_props(whole, {**about, 'int8': 'true', **({'bits': str(bits)} if bits else {})})
     with staged(path.parent, path.name) as aside:
         onnx.save(whole, aside / path.name)
 

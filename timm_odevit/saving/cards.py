@@ -2,7 +2,7 @@
 import re
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
@@ -60,7 +60,7 @@ def model_card(
                     f'{_table(results, own, trained_at)}')
     return str(ModelCard.from_template(
         metadata,
-        template_str=files(__package__).joinpath('card.md').read_text(encoding='utf-8'),
+        template_str=Path(__file__).with_name('card.md').read_text(encoding='utf-8'),
         title=name.removeprefix('hf-hub:'),
         name=name,
         summary=summary,

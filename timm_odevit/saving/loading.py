@@ -36,7 +36,7 @@ def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> st
         where, _, revision = repo.partition('@')
         try:
             path = Path(hf_hub_download(where, str(path), revision=revision or None, cache_dir=cache_dir))
-        except Exception as e:  # of any kind
+        except Exception as e:
             raise OSError(f'{path} of {repo} could not be downloaded: {one_line(e)}') from e
     if path.suffix != '.safetensors' or not path.is_file():
         raise ValueError(f"There are no weights in '{path}': only .safetensors files are read, because a pickle can "

@@ -90,7 +90,7 @@ FORMS = (_originals, _fewer_tokens, _plain, _student)  # in which a model can be
 
 
 def candidates(material: Material, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
-    """The model, a plain student and the student, in all forms; the model comes first."""
+    """In all forms; the model comes first."""
     for form in FORMS:
         yield from form(material, student, plain)
 
@@ -121,7 +121,7 @@ def _files(
                 if (whole := exported[key]) is not None:
                     path = folder / (candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_') + suffix)
                     if candidate.int8:
-                        rewrite(whole, path, candidate.model, int8=True, bits=candidate.bits)
+                        rewrite(whole, path, candidate.model, candidate.bits)
                     else:
                         with staged(folder, path.name) as new:
                             shutil.copyfile(whole, new / path.name)

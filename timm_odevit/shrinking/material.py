@@ -130,7 +130,7 @@ def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = F
 
 @torch.no_grad()
 def _outputs(model: nn.Module, images: Tensor) -> Tensor:
-    """The outputs of a model for images, on the CPU, as float32."""
+    """On the CPU, as float32."""
     device = next(model.parameters()).device
     with evaluating(model):
         return torch.cat([model(batch.to(device)).float().cpu() for batch in images.split(BATCH)])

@@ -41,18 +41,10 @@ LEAST, MARGIN = 1., 1.3  # times the minutes that are needed: fewer are refused,
 
 
 def shrink(
-        model: nn.Module,
-        images: str | Path | Tensor | tuple[Tensor, Tensor],
-        out: str | Path,
-        *,
-        size: int | float | str | None = None,
-        keep: float | str | None = None,
-        minutes: float | None = None,
-        test: str | Path | Tensor | tuple[Tensor, Tensor] | None = None,
-        embedding: bool = False,
-        resume: bool = False,
-        command: dict[str, Any] | None = None,
-        progress: bool = True,
+        model: nn.Module, images: str | Path | Tensor | tuple[Tensor, Tensor], out: str | Path, *,
+        size: int | float | str | None = None, keep: float | str | None = None, minutes: float | None = None,
+        test: str | Path | Tensor | tuple[Tensor, Tensor] | None = None, embedding: bool = False, resume: bool = False,
+        command: dict[str, Any] | None = None, progress: bool = True,
 ) -> Verdict:
     """Make a small student of a model, and say whether it is worth it.
 

@@ -2,7 +2,7 @@
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 from string import Template
 from typing import Any
 
@@ -157,7 +157,7 @@ class Verdict:
         rows = [[str(i), *line] for i, line in enumerate(lines, 1)]
         best = [i for i, by in enumerate(self.beaten) if i == 0 or not by]
         others = [row for i, row in enumerate(rows) if i not in best]
-        return Template(files(__package__).joinpath('page.html').read_text(encoding='utf-8')).substitute(
+        return Template(Path(__file__).with_name('page.html').read_text(encoding='utf-8')).substitute(
             title=escape(title), lead=escape(self.recommendation),
             plot=figure.to_html(full_html=False, config={'displayModeBar': False}),
             outlook=''.join(f'<p>{escape(said)}</p>' for said in self.outlook),

@@ -149,7 +149,7 @@ def _read_state(path: Path, device: torch.device, asked: dict[str, Any]) -> dict
         state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
         then = {**asked, **state['settings']}  # a setting that did not exist when the file was written is unchanged
         state['history'], state['plan']  # are needed, too
-    except Exception as e:  # of any kind, by what is damaged
+    except Exception as e:
         raise ValueError(f"'{path}' is not a state saved by fit(), or truncated. Delete it to start again.") from e
     check_same(str(path), then, asked)
     return state

@@ -189,8 +189,7 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
 
 def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
     """What chooses the best state."""
-    return next((sign * record[name] for name, (sign, _) in _SCORES.items() if name in record), default
-                ) if record else default
+    return next((sign * record[name] for name, (sign, _) in _SCORES.items() if record and name in record), default)
 
 
 def words_of(record: dict[str, float]) -> str:

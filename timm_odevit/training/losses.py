@@ -1,4 +1,4 @@
-"""The losses, and the pass of a student that computes them: what DDP wraps."""
+"""The losses, and the pass of a student that computes them."""
 from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any

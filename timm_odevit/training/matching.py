@@ -7,7 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..convert.block_kinds import class_token_comes_later, find_stages
+from ..convert.block_kinds import find_stages
 from ..hooks import evaluating, state_at, watch_blocks
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from .config import LossConfig
@@ -65,8 +65,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
              f'patch_drop needs a teacher, and models that run on some of their patches, unlike {name}. Set it to 0.'),
             ((weights['jasmin'] or config.exits) and not one,
              f'jasmin_weight and exits need one sequence of tokens, prefix tokens first, but {name} has none.'),
-            (config.exits and (class_token_comes_later(student) or not isinstance(
-                getattr(student, 'norm', None), nn.Module)),
+            (config.exits and odes[0].readout is None,
              f'exits apply the final norm and the head to earlier states, which does not work for {name}.'),
             (weights['jasmin'] and not all(ode.shared.has_attention_maps for ode in odes),
              "jasmin_weight needs timm's plain attention (no windows, RoPE or position bias), which the blocks of "

@@ -62,7 +62,7 @@ def prefixed(where: str) -> Iterator[None]:
     """Say where in a recipe the mistake is."""
     try:
         yield
-    except Exception as e:  # of any kind, for the keywords of a timm model
+    except Exception as e:
         raise ValueError(f'{where}{one_line(e)}') from e
 
 

@@ -95,7 +95,7 @@ def train(
             convert_(host, recipe.config, keep_original=False)
         if recipe.grad_checkpointing:
             host.set_grad_checkpointing()
-        describe(host)  # fails now rather than after the first epoch
+        describe(host)  # fails now
         known = held_out_of(host)  # by the training that it had
         host.pretrained_cfg = host.default_cfg = {
             **_named(host, names, keep=teacher is not None),

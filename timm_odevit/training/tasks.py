@@ -1,7 +1,7 @@
 """The task in which a student follows the trajectory of its teacher."""
 import random
 from collections.abc import Iterable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from typing_extensions import Self
 
 from ..convert.block_kinds import find_stages
 from ..data.preprocessing import renormalisation
-from ..hooks import BlockRecord, hooked, watch_blocks
+from ..hooks import watch_blocks
 from ..ode.blocks import find_ode_blocks, with_steps
 from .config import LossConfig
 from .losses import TrajectoryPass
@@ -73,14 +73,6 @@ class TrajectoryDistillationTask(TrainingTask):
         self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
         self.update, self.seed = 0, 0
 
-    @torch.no_grad()
-    def watch_teacher(self, images: Tensor) -> tuple[Any, list[BlockRecord]]:
-        """The teacher's output, and what is seen of each of its stages; without a teacher, nothing."""
-        if self.teacher is None:
-            return None, [([], []) for _ in find_ode_blocks(unwrap_model(self.trainable_module).student)]
-        with watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
-            return self.teacher(self.for_teacher(images)), seen
-
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
         if self.teacher is not None:
@@ -109,8 +101,12 @@ class TrajectoryDistillationTask(TrainingTask):
         the parts before weighting, such as 'trajectory_loss', averaged over the update's numbers of steps.
         """
         views = self._views_of_update()
+        wanted: Any = None
+        seen: Any = [([], [])] * len(self.counts)
         with self._patches_of_update(views[0]):
-            wanted, seen = self.watch_teacher(input)
+            if self.teacher is not None:
+                with torch.no_grad(), watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
+                    wanted = self.teacher(self.for_teacher(input))
             found: dict[str, Tensor] = self.trainable_module(views, input, seen, wanted, target, self.criterion)
         return found
 
@@ -128,11 +124,13 @@ class TrajectoryDistillationTask(TrainingTask):
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
     def _patches_of_update(self, student: Any) -> Any:
-        """Hooks: teacher and student drop the same ones."""
+        """Hooks, by which teacher and student drop the same ones."""
         if not self.training or not self.config.patch_drop:
             return nullcontext()
         prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
         left = torch.randperm(patches)[:max(1, round((1. - self.config.patch_drop) * patches))].sort().values
         index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
-        return hooked(*((model.patch_drop, 'after', lambda module, args, x: x[:, index])
-                        for model in (self.teacher, student)))
+        hooks = ExitStack()
+        for model in (self.teacher, student):
+            hooks.enter_context(model.patch_drop.register_forward_hook(lambda module, args, x: x[:, index]))
+        return hooks
