@@ -2,7 +2,7 @@
 import copy
 import json
 import math
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -85,17 +85,16 @@ def test_peak_of_a_call():
     assert 8e6 <= peak_of(lambda: (torch.zeros(10 ** 6) + 1).sum(), 'cpu') < 8.1e6
 
 
-def test_the_command(tmp_path, capsys, monkeypatch):
+def test_the_command(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = timm.create_model('odevit_tiny_native_patch16_128.deit_tiny_cifar100', pretrained=True)
-    model.blocks.config = replace(model.blocks.config, halting='entropy', halting_threshold=0.9)
-    save_pretrained(model, 'm')
+    save_pretrained(tiny, 't')
+    save_pretrained(converted(tiny, halting='entropy', halting_threshold=0.9), 'm')
     rng = np.random.default_rng(0)
     np.savez('d.npz', x_train=rng.integers(0, 256, (10, 64, 64, 3), dtype=np.uint8))
-    args = ['benchmark', 'deit_tiny_patch16_128.cifar100', 'local-dir:m', '--batch-size', '2', '--rounds', '1', '--quiet', '--device', 'cpu']
+    args = ['benchmark', 'local-dir:t', 'local-dir:m', '--batch-size', '2', '--rounds', '1', '--quiet', '--device', 'cpu']
     assert main(args) == 2 and '--data' in capsys.readouterr().err
     assert main([*args, '--json', '.']) == 2 and 'is a folder' in capsys.readouterr().err
     assert main([*args, '--data', 'd.npz', '--json', 'a.json', '--dtype', 'bfloat16']) == 0
     out, record = capsys.readouterr(), json.loads((tmp_path / 'a.json').read_text())
     assert '| local-dir:m ' in out.out and 'dtype bfloat16' in out.out and not out.err
-    assert record['timings'][0]['name'] == 'deit_tiny_patch16_128.cifar100' and 1 <= record['timings'][1]['evaluations'] <= 12
+    assert record['timings'][0]['name'] == 'local-dir:t' and 1 <= record['timings'][1]['evaluations'] <= 4

@@ -44,10 +44,12 @@ def names(vit, photos, tmp_path, monkeypatch):
     """What the reference says of the names in its examples, at a tiny size; a minute of training is a few updates."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(fit, 'updates_in', lambda *args: (1, 2))
-    monkeypatch.setattr(run, 'candidates', lambda *models: islice(candidates.candidates(*models), 1))  # a file takes seconds
-    monkeypatch.setattr(candidates, 'find_spec', lambda name: None)  # one of ONNX, more of them
     (tmp_path / 'photos').symlink_to(photos)
     model = vit(depth=6)
+    monkeypatch.setattr(run, 'candidates', lambda *models: islice(candidates.candidates(*models), 1))
+    monkeypatch.setattr(candidates, 'export_model', lambda model, path: path.write_text('a model') and path)  # which takes seconds
+    monkeypatch.setattr(candidates, 'load_exported', lambda path: (model, {}))
+    monkeypatch.setattr(candidates, 'ROUNDS', 3)
     teacher, student = copy.deepcopy(model), copy.deepcopy(model)
     convert_(student)
     images = torch.randn(4, 3, 16, 16)

@@ -17,6 +17,8 @@ from timm_odevit.cli import main
 from timm_odevit.export import files as export
 from timm_odevit.export.onnx import _round
 from timm_odevit.quantization import packed, unpacked
+from timm_odevit.shrinking import candidates
+from timm_odevit.shrinking.candidates import Candidate
 
 onnx_here = pytest.mark.skipif(not all(map(find_spec, ('onnx', 'onnxscript', 'onnxruntime'))), reason="not installed: pip install -e '.[deploy]'")
 ODES = {'phases': dict(phases=2, steps=4), 'one block': dict(steps=4),
@@ -70,7 +72,7 @@ def five():
     return torch.randn(5, 3, 16, 16)
 
 
-@pytest.mark.parametrize('format, ode', [case(format, ode) for format in ('onnx', 'pt2') for ode in ODES])
+@pytest.mark.parametrize('format, ode', [*(case('onnx', ode) for ode in ODES), ('pt2', 'phases'), ('pt2', 'early and fewer tokens')])
 def test_a_file_gives_the_models_outputs_without_this_package(vit, five, tmp_path, format, ode):
     model = vit()
     model.pretrained_cfg['label_names'] = ['a', 'b', 'c', 'd', 'é']
@@ -201,15 +203,29 @@ def test_a_model_whose_steps_cannot_be_an_input_is_refused(vit, tmp_path, ode, w
 
 
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
-@pytest.mark.parametrize('ode', [{}, dict(phases=3)], ids=str)
-def test_each_tensor_is_stored_once(vit, tmp_path, format, ode):
+def test_each_tensor_is_stored_once(vit, tmp_path, format):
     model = vit(embed_dim=256, depth=6)
-    convert_(model, steps=6, **ode)
+    convert_(model, steps=6, phases=3)
     path = export_model(model, tmp_path / f'model.{format}')
     weights = save_pretrained(model, tmp_path / 'model') / 'model.safetensors'
-    assert path.stat().st_size < 1.3 * weights.stat().st_size  # six copies would take about five times as much
+    assert path.stat().st_size < 1.3 * weights.stat().st_size  # two copies would take twice as much
     if format == 'pt2':
         assert len(torch.export.load(path).state_dict) == len(model.state_dict())
+
+
+@onnx_here
+def test_smaller_files_of_a_verdict_are_made_of_one_export(vit, five, tmp_path, monkeypatch):
+    model, exported = vit(embed_dim=128), []
+    monkeypatch.setattr(candidates, 'export_model', lambda *args: exported.append(args) or export_model(*args))
+    with torch.no_grad():
+        expected = model(five)
+    files, notes = candidates._files(Candidate('original', 'original', model).and_smaller(), tmp_path / 'files', print)
+    errors = [(run(five) - expected).norm() / expected.norm() for *_, run in files]
+    assert errors[0] < 1e-4 < errors[1] < 0.1 and errors[2] < 0.4 and len(exported) == 1 and not notes
+    whole, int8, bits = (path.stat().st_size for _, path, _ in files)
+    assert int8 < 0.5 * whole and bits < 0.8 * int8
+    about = [export.load_exported(path)[1] for _, path, _ in files]
+    assert [(each['int8'], each.get('bits')) for each in about] == [(False, None), (True, None), (True, 4)]
 
 
 MODELS = {
@@ -227,9 +243,9 @@ def test_other_models(five, tmp_path, format, name):
     with torch.no_grad():
         expected = model(five)
     path = export_model(model, tmp_path / f'model.{format}')
-    (one, found), about = run_alone(format, path, five, tmp_path)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(one, expected[:1], atol=1e-4, rtol=0)
+    run, about = export.load_exported(path)
+    torch.testing.assert_close(run(five), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(run(five[:1]), expected[:1], atol=1e-4, rtol=0)
     assert about.get('steps') == {'stages': [2, 2], 'a view': 7}.get(name)
 
 

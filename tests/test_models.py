@@ -89,14 +89,14 @@ def test_building_allocates_no_block_but_the_shared_one(monkeypatch):
     assert built.count('cpu') == 1 and set(built) == {'cpu', 'meta'}
 
 
-@pytest.mark.parametrize('name', NAMES)
+@pytest.mark.parametrize('name', [name for name in NAMES if not re.search('small|base', name)])  # which are tiny or large at one width
 def test_trains(name):
     small = {} if name == 'odevit_tiny_patch4_32' else dict(img_size=32, patch_size=8)
     model = timm.create_model(name, embed_dim=32, num_heads=2, num_classes=3, **small)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-4)  # with 1e-3, 24 Euler steps may get stuck
     images, labels = torch.randn(12, 3, 32, 32), torch.arange(12) % 3
     losses = []
-    for _ in range(90):
+    for _ in range(60):
         loss = torch.nn.functional.cross_entropy(model(images), labels)
         optimizer.zero_grad()
         loss.backward()

@@ -29,29 +29,36 @@ def model():
     return timm.create_model('vit_tiny_patch16_224', **{**TINY, 'depth': 4, 'num_classes': 3}).eval()
 
 
-M = 0.03  # minutes
+M = 0.02  # minutes
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """A second of training at most, and files that need no other package."""
     monkeypatch.setattr(candidates, 'find_spec', lambda name: None)
+    monkeypatch.setattr(candidates, 'ROUNDS', 3)
     monkeypatch.setattr(run, 'LEAST', 0.)
     monkeypatch.setattr(run, 'EXPORTS', 0)
     monkeypatch.setattr(run, 'FILES', 0)
 
 
 @pytest.fixture
-def few(monkeypatch):
-    """Some of the candidates, and what stands for their files, which take seconds each."""
-    names, written = ('original', 'plain, 2 blocks', 'student, K = 4', 'student, K = 4+4'), {}
+def no_files(monkeypatch):
+    """What stands for the files, which take seconds each."""
+    written = {}
 
     def write(model, path, **options):
-        path.write_bytes(b'model %d' % len(written))
+        path.write_bytes(b'model %d' % len(written) + bytes(4 * count_parameters(model)))
         written[path.read_bytes()] = copy.deepcopy(model).eval()
         return path
     monkeypatch.setattr(candidates, 'export_model', write)
     monkeypatch.setattr(candidates, 'load_exported', lambda path: (written[path.read_bytes()], {}))
+
+
+@pytest.fixture
+def few(monkeypatch, no_files):
+    """Some of the candidates."""
+    names = 'original', 'plain, 2 blocks', 'student, K = 4', 'student, K = 4+4'
     monkeypatch.setattr(run, 'candidates', lambda *models: [each for each in candidates.candidates(*models) if each.name in names])
 
 
@@ -81,7 +88,7 @@ def folder(path, names, n=40, size=16):
     return path
 
 
-def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as_it_is(model, tmp_path):
+def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as_it_is(model, tmp_path, no_files):
     before = snapshot(model)
     found = shrink(model, images(), tmp_path, size=0.5, minutes=M, progress=False)
     assert snapshot(model) == before
@@ -96,8 +103,10 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     assert [row['name'] for row in saved['rows']] == names and saved['recommendation'] == found.recommendation
     page = (tmp_path / 'verdict.html').read_text()
     assert all(f'<td>{name}</td>' in page for name in names) and found.recommendation in page and '<details>' in page
-    kept = {row.file for row, by in zip(found.rows, found.beaten, strict=True) if row.file and not by}
-    assert {path.name for path in (tmp_path / 'files').iterdir()} == kept
+    rows = dict(zip(names, found.rows, strict=True))
+    gone = {row.file for row, by in zip(found.rows, found.beaten, strict=True)
+            if by and (rows[by].mb < row.mb or rows[by].value > row.value)}  # none for its time
+    assert gone and {path.name for path in (tmp_path / 'files').iterdir()} == {row.file for row in found.rows} - gone
     judging = prepare(images(), model).judging
     for kind, name in (('student', 'student, K = 4'), ('plain', 'plain, 2 blocks')):
         saved = timm.create_model(f"local-dir:{tmp_path / kind / 'best'}", pretrained=True)
@@ -211,7 +220,7 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
         shrink(model, x, tmp_path, size=0.5, minutes=M, progress=False)
     first = x.clone()
     first[torch.randperm(40, generator=torch.Generator().manual_seed(0))[-1]] += 1  # which is learned from
-    for wrong, message in ((dict(minutes=M / 2), 'was given 0.03 minutes before; got 0.015. Give more'),
+    for wrong, message in ((dict(minutes=M / 2), 'was given 0.02 minutes before; got 0.01. Give more'),
                            (dict(images=first), "The data of the run in '.*' is not this one's"),
                            (dict(images=(x, torch.ones(40, dtype=torch.long))), 'The data of the run')):
         with pytest.raises(ValueError, match=message):
