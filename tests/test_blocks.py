@@ -12,12 +12,13 @@ from torch import nn
 
 from timm_odevit import OdeConfig, convert_, with_steps
 from timm_odevit.benchmark import peak_of
+from timm_odevit.ode.config import FIELDS
 from timm_odevit.ode.fields import Field
 from timm_odevit.ode.methods import METHODS
 
 KINDS = [
     OdeConfig(method='lie_trotter'),
-    OdeConfig(field='lipschitz', method='euler', init='spectral'),
+    *(OdeConfig(field=field, method='euler', init='spectral') for field in FIELDS if field != 'native'),
     OdeConfig(field='lipschitz', method='strang', steps=2),
     OdeConfig(method='rk4', steps=4),
 ]

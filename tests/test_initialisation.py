@@ -3,6 +3,7 @@ import torch
 
 from timm_odevit import OdeConfig, convert_
 from timm_odevit.convert.initialisation import build_field, spectral_
+from timm_odevit.ode.config import FIELDS
 
 
 def norm(weight):
@@ -15,7 +16,7 @@ def test_spectral_scales_every_part_on_its_own():
     assert norm(weight) > 1.1
 
 
-@pytest.mark.parametrize('field', ['lipschitz', 'native'])
+@pytest.mark.parametrize('field', FIELDS)
 def test_spectral_field(vit, field):
     shared = build_field(OdeConfig(field=field, init='spectral'), dict(enumerate(vit().blocks)))
     linears = {name: m for name, m in shared.named_modules() if isinstance(m, torch.nn.Linear)}
@@ -43,7 +44,7 @@ def test_lipschitz_takes_the_layer_scale_into_the_projections(vit):
     assert torch.equal(shared.norm2.bias, block.norm2.bias)
 
 
-@pytest.mark.parametrize('field', ['lipschitz', 'native'])
+@pytest.mark.parametrize('field', FIELDS)
 def test_stochastic_depth_is_the_mean_over_depth(vit, field):
     model = vit(drop_path_rate=0.2)
     convert_(model, OdeConfig(field=field, init='mean'))
@@ -51,7 +52,7 @@ def test_stochastic_depth_is_the_mean_over_depth(vit, field):
     assert rates and rates == pytest.approx([0.1] * len(rates))
 
 
-@pytest.mark.parametrize('field', ['lipschitz', 'native'])
+@pytest.mark.parametrize('field', FIELDS)
 def test_dtype_mode_and_requires_grad_carry_over(vit, field):
     model = vit().to(torch.bfloat16).requires_grad_(False)
     convert_(model, OdeConfig(field=field))

@@ -10,6 +10,7 @@ from conftest import converted
 from torch.distributed.fsdp import fully_shard
 
 from timm_odevit import OdeConfig, Recipe, convert_, save_pretrained
+from timm_odevit.ode.config import FIELDS
 from timm_odevit.ode.fields import PiecewiseField
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.solver import Solver
@@ -36,7 +37,7 @@ def test_from_one_border_to_the_next_one_block_is_at_work(vit):
         assert field.select(t) is field.fields[phase] and torch.equal(field(t, x), field.fields[phase](t, x))
 
 
-@pytest.mark.parametrize('kind', ['native', 'lipschitz'])
+@pytest.mark.parametrize('kind', FIELDS)
 @pytest.mark.parametrize('method', [*METHODS, 'dopri5'])
 def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, kind, method):
     model = converted(vit, OdeConfig(field=kind, method=method, phases=2))

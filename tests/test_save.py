@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 from timm_odevit import OdeConfig, convert_, files, save_pretrained
+from timm_odevit.ode.config import FIELDS
 from timm_odevit.saving import save
 from timm_odevit.saving.save import describe
 
@@ -37,7 +38,7 @@ def test_a_named_model_keeps_its_name_and_its_settings_of_the_moment(images, tmp
 
 
 @pytest.mark.parametrize('config', [
-    OdeConfig(field='lipschitz', method='dopri5', steps=1, T=2.5), OdeConfig(init='spectral'),
+    *(OdeConfig(field=field, method='dopri5', steps=1, T=2.5, init='spectral') for field in FIELDS),
     OdeConfig(phases=2, tokens=0.5, halting='entropy', halting_threshold=0.7)], ids=repr)
 def test_every_setting_survives(vit, images, tmp_path, config):
     model = vit(act_layer='relu', norm_layer='layernorm', qk_norm=True)
