@@ -62,7 +62,7 @@ def test_convert_distill_evaluate(folder, capsys):
                '--json', 'found.json') == 0
     out = capsys.readouterr().out
     assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 2, 6]
-    assert out.count('student') == 3 and out.startswith('images: 30 images; trained with K = 1, 2, 3, 6, 12, in bold')
+    assert out.count('student') == 3 and out.startswith('images: 30 images; trained with K = 2, 3, 6, in bold')
 
 
 def test_convert_to_a_size_and_calibrate(folder, capsys):

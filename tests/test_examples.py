@@ -164,7 +164,7 @@ def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatc
     assert [r['steps'] for r in json.loads((folder / 'results.json').read_text())['test']] == [None, 2, 3, 6]
     model = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()
     card = (folder / 'README.md').read_text()
-    assert '| **6** ' in card and '| 2 ' in card and '**3** (as saved)' in card
+    assert '| **2** ' in card and '| 6 ' in card and '**3** (as saved)' in card
     stored = load_file(folder / 'test' / 'tensors.safetensors')
     torch.testing.assert_close(model(stored['input']), stored['output'])
     monkeypatch.setattr('sys.argv', [*args, '--earlier', str(folder), '--begun', '3', '7', 'another'])
