@@ -60,7 +60,8 @@ def main(file, data, limit=None, batch_size=50):
         seconds.append(time.process_time() - start)
     top1, ms = 100 * float((found == y).mean()), 1000 * float(np.median(seconds))
     steps = f", {about['steps']} steps" if about.get('steps') else ''
-    print(f"{file}: {about['model']}{steps}, top-1 {top1:.1f} % of {len(x)} images, {ms:.1f} ms of CPU time for one image")
+    print(f"{file}: {about['model']}{steps}, top-1 {top1:.1f} % of {len(x)} images, "
+          f'{ms:.1f} ms of CPU time for one image')
     return top1, ms
 
 
