@@ -259,7 +259,8 @@ def test_the_whole_chain_on_ones_own_images(folder, capsys):
     """The commands of examples/your-images.md, on a tiny model."""
     shutil.rmtree('student')
     shutil.copy('images/c1/0.png', 'photo.jpg')
-    tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6': '3'}
+    tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6': '3',
+            'small.onnx': 'small.pt2', '--bits': '', '4': '', '--int8': ''}  # which needs no other package
     quick = {'finetune': [*RECIPE, '--set', 'fit.epochs=1'], 'calibrate': ['--epochs', '1', '--workers', '0'],
              'distill': [*RECIPE, *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))], 'evaluate': ['--workers', '0'],
              'four_bits': [*RECIPE, '--set=stages.0.fit.epochs=1']}
@@ -451,3 +452,21 @@ def test_the_names_of_other_classes_go(folder, capsys):
                  '--quiet']) == 0
     config = json.loads((folder / 'unnamed' / 'best' / 'config.json').read_text())
     assert 'label_names' not in config and 'tag' not in config['pretrained_cfg']
+
+
+def test_evaluate_on_other_images_in_mixed_precision(folder, capsys):
+    shutil.copytree('images', 'other')
+    Path('other/c0/0.png').unlink()
+    assert run('evaluate', 'local-dir:student', 'images', '--test', 'other', '--amp', 'bfloat16', '--json', 'a.json') == 0
+    assert run('evaluate', 'local-dir:student', 'other', '--json', 'b.json') == 0
+    assert capsys.readouterr().out.startswith('other: 29 images')
+    mixed, exact = (json.loads(Path(f'{name}.json').read_text())[0]['loss'] for name in 'ab')
+    assert mixed != exact == pytest.approx(mixed, rel=0.05)
+
+
+def test_finetune_on_a_part_judged_by_others(folder, capsys):
+    shutil.copytree('images', 'others')
+    Path('others/c0').rename('others/z0')
+    with pytest.warns(RuntimeWarning, match="The classes of 'others' are not those of the model, so labels are compared by number"):
+        assert run('finetune', 'local-dir:teacher', 'images', 'out', '--limit', '9', '--test', 'others', *RECIPE, '--set', 'fit.epochs=1') == 0
+    assert 'others: 30 images' in capsys.readouterr().out and json.loads(Path('out/run.json').read_text())['limit'] == 9

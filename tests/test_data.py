@@ -642,3 +642,8 @@ def test_training_batches_are_corrupted_and_others_are_not(vit):
     torch.manual_seed(0)
     (found, labels), = data.train
     assert not torch.equal(found, images[labels]) and torch.equal(next(iter(data.plain()))[0], images)
+
+
+def test_a_share_of_the_batches_is_mixed(vit):
+    (_, y), = read((torch.rand(8, 3, 16, 16), torch.arange(8) % 5), vit(), held_out=0., batch_size=8, mixup=0.5, prob=0.).train
+    assert set(y.unique().tolist()) == {0., 1.}

@@ -389,3 +389,15 @@ def test_rollout_multiplies_the_maps_of_all_steps(vit, images):
     assert torch.allclose(found.attention[:, 0], first[:, 0], atol=1e-6) and found.prefix == 1
     assert torch.allclose(found.rollout[:, 1], ((second + eye) / 2 @ (first + eye) / 2)[:, 0], atol=1e-6)
     assert torch.allclose(found.rollout.sum(-1), torch.ones(found.rollout.shape[:2]), atol=1e-5)
+
+
+def test_rates_are_per_unit_of_time():
+    flow = Flow(torch.ones(1, 2), (lambda x: 2 * x,) * 2, (0., 0.5, 1.))
+    assert lipschitz_constants(flow).values.tolist() == [pytest.approx([2., 2.])]
+    assert trajectory_geometry(flow).speed.tolist() == [pytest.approx([8 ** 0.5, 32 ** 0.5])]
+
+
+def test_the_error_of_one_step_is_its_local_error(vit, images):
+    found = discretisation_errors(ode(vit()), images)
+    assert [each.steps for each in found] == [1, 3, 6]
+    torch.testing.assert_close(found[0].local[:, 0], found[0].error)

@@ -202,6 +202,13 @@ def test_a_model_whose_steps_cannot_be_an_input_is_refused(vit, tmp_path, ode, w
     assert not list(tmp_path.iterdir())
 
 
+@onnx_here
+def test_steps_that_the_model_runs_itself_cannot_be_an_input(tmp_path):
+    model = timm.create_model('beit_base_patch16_224', img_size=16, patch_size=4, embed_dim=32, depth=2, num_heads=2)
+    with pytest.raises(ValueError, match='the model runs each of them itself. Leave out any_steps'):
+        export_model(convert_(model).model, tmp_path / 'a.onnx', any_steps=True)
+
+
 @pytest.mark.parametrize('format', [case('onnx'), case('pt2')])
 def test_each_tensor_is_stored_once(vit, tmp_path, format):
     model = vit(embed_dim=256, depth=6)

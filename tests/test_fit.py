@@ -379,3 +379,22 @@ def test_the_random_state_of_the_process_is_left_alone(vit, tmp_path):
     np.savez(data, x_train=images, y_train=labels, x_test=images, y_test=labels)
     train(recipe, data, tmp_path / 'run', teacher=teacher, progress=False)
     assert random_states() == states
+
+
+def test_gradients_are_clipped(vit):
+    task = build(vit)
+    before = copy.deepcopy(task.get_eval_model().state_dict())
+    fit(task, GOOD, epochs=1, opt='sgd', lr=1., weight_decay=0., clip_grad=1e-9, progress=False)
+    assert all((tensor - before[name]).abs().max() < 1e-6 for name, tensor in task.get_eval_model().state_dict().items())
+
+
+def test_the_rate_warms_up(vit):
+    a, b, c, d = (r['lr'] for r in fit(build(vit), GOOD, epochs=4, warmup_epochs=2, sched='step', lr=1e-3, min_lr=1e-4, progress=False))
+    assert a < b < c == d == pytest.approx(1e-3)
+
+
+def test_positions_do_not_decay(vit):
+    model = TrajectoryDistillationTask(*pair(vit)).get_trainable_module()
+    groups = create_optimizer(model, FitConfig(epochs=1, opt='adamw')).param_groups
+    decay = {id(p): group['weight_decay'] for group in groups for p in group['params']}
+    assert decay[id(model.student.pos_embed)] == 0 < decay[id(model.student.head.weight)]

@@ -138,6 +138,7 @@ def test_the_file_is_small_and_names_in_it_are_only_text(vit, tmp_path, monkeypa
     (lambda: timm.create_model('deit_tiny_distilled_patch16_224'), 'it is a VisionTransformerDistilled'),
     (dict(num_classes=0), 'it has 0 classes'), (dict(global_pool='max'), "it pools tokens by 'max'"), (dict(in_chans=1), r'images are \[1, 16, 16\] .*patches \[4, 4\]'),
     (dict(act_layer='gelu_tanh'), 'act is a GELUTanh'), (dict(scale_mlp_norm=True), 'parameter 0.mlp.norm.weight'),
+    (dict(pretrained_cfg_overlay=dict(interpolation='lanczos')), 'prepared with lanczos'), (dict(pretrained_cfg_overlay=dict(crop_mode='border')), 'border'),
     (dict(ode=dict(method='rk4')), 'solver.0 is a RK4'), (dict(ode=dict(tokens=0.5)), 'merges tokens'), (dict(ode=dict(blocks=(1, 2))), 'it kept blocks of the base'),
 ])
 def test_what_a_page_cannot_run_is_refused(vit, tmp_path, build, message):

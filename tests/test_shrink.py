@@ -287,11 +287,6 @@ def test_the_recommendation(other, says):
     assert says in verdict(row('original', 20., 90.), row('original, int8', 5., 90.), other).recommendation
 
 
-def test_labels_that_are_not_the_models_classes_do_not_matter(model, tmp_path, few):
-    data = folder(tmp_path / 'images', [f'c{i}/{{}}.png' for i in range(8)])  # the model has three
-    assert shrink(model, data, tmp_path / 'out', size=0.5, minutes=M, progress=False).measure == 'agreement'
-
-
 @pytest.mark.parametrize('right, measure', [(0.6, 'agreement'), (0.9, 'accuracy')])
 def test_labels_count_if_the_model_knows_more_of_them_than_by_chance(right, measure):
     torch.manual_seed(0)
@@ -436,3 +431,27 @@ def test_a_folder_whose_name_is_in_no_encoding_has_a_verdict(model, tmp_path, fe
         pytest.skip('the file system takes UTF-8 only')
     found = shrink(model, data, tmp_path / 'out', size=0.5, minutes=M)
     assert (tmp_path / 'out' / 'verdict.html').is_file() and 'caf?' in capsys.readouterr().out and str(found).encode()
+
+
+def test_a_student_that_keeps_too_little_is_calibrated(model, monkeypatch):
+    calls, own = [], material.calibrate_
+    monkeypatch.setattr(material, 'TRIALS', 1)
+    monkeypatch.setattr(material, 'calibrate_', lambda *a, **k: calls.append(own(*a, **k)))
+    assert material.smallest_size(prepare(images(), model), 2., 1e-6, False).phases == 4 and calls[0]
+
+
+@pytest.mark.parametrize('measure, each', [(0.5, 4.05), (4., 2.5)])
+def test_both_trainings_share_what_is_left(model, tmp_path, monkeypatch, measure, each):
+    monkeypatch.setattr(run, '_minutes', lambda *a: {'prepare': 1., 'measure': measure, 'train': []})
+    monkeypatch.setattr(run, '_trained', lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        shrink(model, images(), tmp_path, minutes=10., progress=False)
+    assert json.loads((tmp_path / 'run.json').read_text())['train'] == [pytest.approx(each)]
+
+
+@pytest.mark.parametrize('last, word', [(50., 'help'), (20.5, 'change little')])
+def test_the_outlook(model, tmp_path, last, word):
+    (tmp_path / '1').mkdir()
+    (tmp_path / '1' / 'history.json').write_text(json.dumps([{'stage': 0, 'val_top1': t} for t in (10., 20., 20., last)]))
+    first, second = run._outlook(model, prepare(images(), model), tmp_path)
+    assert f'more minutes would {word}.' in first and 'for 100.0 % of others' in second

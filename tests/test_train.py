@@ -18,7 +18,7 @@ import pytest
 import timm
 import torch
 import yaml
-from conftest import TINY, pair
+from conftest import TINY, pair, snapshot
 
 from timm_odevit import Recipe, convert_, save_pretrained, train
 from timm_odevit.cli import main
@@ -543,3 +543,11 @@ def test_the_model_says_what_was_held_out_of_its_training(vit, data, tmp_path):
     assert read.held_out_of(best) == 0.25 and read.held_out_of(vit()) is None
     run(recipe('data.held_out=0.5', stages=[{'task': 'labels'}], ode=None), data, tmp_path / 'on', student=best)
     assert read.held_out_of(timm.create_model(f"local-dir:{tmp_path / 'on' / 'best'}", pretrained=True)) == 0.25
+
+
+def test_a_refused_run_leaves_the_student_as_it_was(vit, data, tmp_path):
+    student = vit()
+    before = snapshot(student), student.pretrained_cfg, student.grad_checkpointing
+    with pytest.raises(ValueError, match='fewer than 99 batches'):
+        run(recipe('fit.accumulate=99', 'grad_checkpointing=true', stages=[{'task': 'labels'}], ode=None), data, tmp_path / 'run', student=student)
+    assert (snapshot(student), student.pretrained_cfg, student.grad_checkpointing) == before

@@ -321,3 +321,11 @@ def test_shares_of_steps_are_of_the_number_when_the_task_is_made(vit, batch):
     student.blocks.steps = 2  # as a recipe sets it, to validate with steps that were trained
     task(*batch)
     assert task.drawn == [(2,)]
+
+
+def test_the_exit_loss_is_that_of_the_state_at_its_time(vit, batch):
+    student, teacher = pair(vit, OdeConfig(steps=6))
+    task = TrajectoryDistillationTask(student, teacher, exits=(0.5,), exit_weight=1., kd_weight=0.5)
+    state = student.blocks.trajectory(student._pos_embed(student.patch_embed(batch[0])))[3]
+    wanted = logit_loss(student.blocks.readout(state), teacher(batch[0]))
+    torch.testing.assert_close(task(*batch)['exit_loss'], 0.5 * wanted)

@@ -53,9 +53,6 @@ def evaluate(args: Any) -> None:
     data = _data(args, model, args.held_out, embedding)
     data = with_test(data, args.test, model) if args.test else data
     loader, words = (data.test, data.words['test']) if args.test else data.evaluated()
-    if data.held_out > (known := held_out_of(model) or 0.) and not args.test:
-        warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
-                      f'{known:g} of its own. Give others with --test.', RuntimeWarning, stacklevel=2)
     if embedding:
         host, (model, teacher) = model, without_classifiers(model, teacher)
         words += ', outputs without the head' * (model is not host)
@@ -89,7 +86,11 @@ def _recipe(model: Any) -> Recipe | None:
 def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool = False) -> Data:
     given: Any = {} if held_out is None else {'held_out': held_out}
     config = DataConfig(batch_size=args.batch_size, workers=args.workers, **given)
-    return read_data(args.data, model, config, held_out=None if given else 0., any_classes=any_classes)
+    data = read_data(args.data, model, config, held_out=None if given else 0., any_classes=any_classes)
+    if data.held_out > (known := held_out_of(model) or 0.) and not getattr(args, 'test', None):
+        warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
+                      f'{known:g} of its own. Give others.', RuntimeWarning, stacklevel=3)
+    return data
 
 
 def halt(args: Any) -> None:

@@ -14,6 +14,7 @@ from timm_odevit import OdeConfig, Recipe, calibrate_, choose_size, convert_, tr
 from timm_odevit import shrink as run_shrink
 
 from ..data.batches import DataConfig
+from ..data.preprocessing import warn_of_other_classes
 from ..data.read import classes_of, read_data
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import without_classifiers
@@ -163,7 +164,9 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
           f"{' --embedding' * recipe.embeds}")
     if getattr(args, 'test', None):
         model = load(f'local-dir:{best}', SimpleNamespace(device=args.device))
-        loader, words = read_data(args.test, model, held_out=0.).evaluated()
+        data = read_data(args.test, model, held_out=0.)
+        warn_of_other_classes(model, data.classes, args.test)
+        loader, words = data.evaluated()
         print(replace(evaluate(model, loader, progress=not args.quiet), data=words))
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..hooks import check_images
 from ..settings import one_line
 from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, corrupted, is_pair, mixed, training_loader, unlabelled
-from .preprocessing import class_names, dtype_of, labels_for, preparation
+from .preprocessing import class_names, dtype_of, labels_for, preparation, warn_of_other_classes
 from .sources import Part, checked_labels, divided, files_in, folder_parts, read_folder, read_npz, spread, taken
 
 _APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
@@ -134,6 +134,8 @@ def with_test(data: Data, source: Any, model: Any) -> Data:
     other = read_data(source, model, labels=data.labelled or own, held_out=0., any_classes=own)
     if own and other.classes != data.classes:
         raise ValueError(f"'{source}' does not have the classes of the other images. Give a folder for each of them.")
+    if data.labelled:
+        warn_of_other_classes(model, other.classes, source)
     loader, words = other.evaluated()
     return replace(data, test=loader, words={**data.words, 'test': words})
 

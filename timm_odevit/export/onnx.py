@@ -216,12 +216,13 @@ def _take_steps_out(model: nn.Module, images: Tensor) -> tuple[list[Step], Tenso
     ode.config = replace(ode.config, steps=len(spans))
     ode.solver[0].register_forward_pre_hook(lambda _, inputs: caught.append(inputs))
     model(images)
-    (state, context), steps = caught[0], [*ode.solver]
+    (state, *contexts), steps = caught[0], [*ode.solver]
     for wrong, why in (
             (ode.config.tokens < 1, f'tokens={ode.config.tokens:g} merges others at each step'),
             ({*ode.shared.jumps} - {*ode.shared.borders}, 'its shared blocks take turns within a span'),
             (any(abs(step.h - steps[0].h) > 1e-6 for step in steps), 'its spans are not of equal length'),
-            (given := [name for name, value in context.block_kwargs.items() if value is not None],
+            (not contexts, 'the model runs each of them itself'),
+            (given := [name for each in contexts for name, value in each.block_kwargs.items() if value is not None],
              f"its blocks take {' and '.join(given)} besides the state")):
         if wrong:
             raise ValueError(f'The steps of this model cannot be an input: {why}. Leave out any_steps (--any-steps).')

@@ -93,14 +93,14 @@ def train(
             host = copy.deepcopy(host).requires_grad_(True)
             torch.manual_seed(recipe.seed)
             convert_(host, recipe.config, keep_original=False)
+        describe(host)  # fails now
+        run = Run(recipe, host, teacher, images, folder, {**about, 'command': command or before.get('command')})
         if recipe.grad_checkpointing:
             host.set_grad_checkpointing()
-        describe(host)  # fails now
         known = held_out_of(host)  # by the training that it had
         host.pretrained_cfg = host.default_cfg = {
             **_named(host, names, keep=teacher is not None),
             'notes': [f'{NOTE}{images.held_out if known is None else min(known, images.held_out):g}']}
-        run = Run(recipe, host, teacher, images, folder, {**about, 'command': command or before.get('command')})
         if rank_and_world()[1] > 1:
             dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
