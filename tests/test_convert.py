@@ -20,6 +20,8 @@ FAMILIES = [
     'vit_base_patch16_siglip_224',
     'flexivit_small',
 ]
+
+
 @pytest.mark.parametrize('name', FAMILIES)
 @pytest.mark.parametrize(
     'config', [OdeConfig(), OdeConfig(field='lipschitz', method='euler', init='spectral', steps=2)], ids=lambda c: c.field)
