@@ -400,4 +400,5 @@ def test_rates_are_per_unit_of_time():
 def test_the_error_of_one_step_is_its_local_error(vit, images):
     found = discretisation_errors(ode(vit()), images)
     assert [each.steps for each in found] == [1, 3, 6]
+    assert len(discretisation_errors(ode(vit()), images, steps=np.int64(3))) == 1
     torch.testing.assert_close(found[0].local[:, 0], found[0].error)

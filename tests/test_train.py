@@ -549,5 +549,5 @@ def test_a_refused_run_leaves_the_student_as_it_was(vit, data, tmp_path):
     student = vit()
     before = snapshot(student), student.pretrained_cfg, student.grad_checkpointing
     with pytest.raises(ValueError, match='fewer than 99 batches'):
-        run(recipe('fit.accumulate=99', 'grad_checkpointing=true', stages=[{'task': 'labels'}], ode=None), data, tmp_path / 'run', student=student)
-    assert (snapshot(student), student.pretrained_cfg, student.grad_checkpointing) == before
+        run(recipe('fit.accumulate=99', 'grad_checkpointing=true', stages=[{'task': 'labels'}], ode=None), data, tmp_path / 'new' / 'run', student=student)
+    assert not (tmp_path / 'new').exists() and (snapshot(student), student.pretrained_cfg, student.grad_checkpointing) == before

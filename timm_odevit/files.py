@@ -22,8 +22,8 @@ def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[
     Raises OSError if another process still holds the lock after `wait` seconds, or if the folder cannot be written to.
     """
     folder = Path(folder)
-    existed = folder.exists()
-    if existed and not folder.is_dir():
+    made = [each for each in (folder, *folder.parents) if not each.exists()]
+    if not made and not folder.is_dir():
         raise ValueError(f"Cannot write to '{folder}': a file of that name exists. Give a folder.")
     lock = FileLock(str(folder / f'{OWN}{name}.lock'))
     try:
@@ -40,8 +40,8 @@ def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[
         with suppress(OSError):
             if lock.is_locked:
                 os.unlink(lock.lock_file)  # before the release: afterwards it may belong to another process
-            if not existed:
-                folder.rmdir()  # only if it is empty
+            for each in made:
+                each.rmdir()  # only if it is empty
         lock.release()
 
 

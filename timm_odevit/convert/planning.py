@@ -192,7 +192,7 @@ def parse_size(size: int | float | str, bytes_each: float = 4.) -> int | float:
     text = str(int(size) if isinstance(size, Real) and size > 1 and size % 1 == 0 else size)
     match = re.fullmatch(r'(\d+(?:_\d+)*(?:\.\d*)?(?:e\d+)?) ?(%|[kKMGB]|[kKMG]B)?', text.strip())
     number, unit = (match[1], match[2] or '') if match else ('0', '')
-    share = unit == '%' or ('.' in number and not unit)
+    share = unit == '%' or ('.' in number and 'e' not in number and not unit)
     value = float(number) * {'%': 1e-2, 'k': 1e3, 'K': 1e3, 'M': 1e6, 'G': 1e9, 'B': 1e9}.get(unit[:1], 1.)
     if len(unit) == 2:
         value /= bytes_each

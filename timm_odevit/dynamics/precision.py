@@ -1,6 +1,6 @@
 """How far the last state is from the solution of the ODE."""
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -58,7 +58,7 @@ def discretisation_errors(
     if methods is None or isinstance(methods, str):
         methods = [methods or ode.method]
     each = [(one_of(list(METHODS))('method', method), count)
-            for method in methods for count in ([steps] if isinstance(steps, int) else steps)]
+            for method in methods for count in (steps if isinstance(steps, Iterable) else [steps])]
     rows = []
     for batch, _ in read_batches(images, labels=False, size=batch_size):
         with follow(model, batch) as flow:
