@@ -196,7 +196,7 @@ def test_notebooks_run(path, tmp_path):
 import sys
 sys.modules['onnx'] = None
 from timm_odevit.shrinking import candidates, run
-run.LEAST = 0
+run.LEAST, candidates.ROUNDS = 0, 3
 run.candidates = lambda *models: [each for each in candidates.candidates(*models) if not each.int8 and 'tokens' not in each.name]
 """))
     NotebookClient(notebook, kernel_name='python3', resources={'metadata': {'path': tmp_path}}).execute()  # raises on an error
