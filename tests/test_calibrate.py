@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import pair
+from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, calibrate_
@@ -75,7 +76,7 @@ def test_interrupted_it_leaves_both_models_as_they_were(vit, monkeypatch, when):
     (GOOD, dict(batch_size=0), 'batch_size must be'), (GOOD, dict(epochs=0), 'epochs must be'), (GOOD, dict(lr=-1), 'lr must be'),
     (GOOD, dict(amp='int8'), "Unknown amp 'int8'"),
     ([], dict(minutes=0.01), 'train_loader is empty'),
-    (torch.randn(3, 16, 16), {}, r'got torch.float32 \[3, 16, 16\]'),
+    (torch.randn(3, 16, 16), {}, r'got torch.float32 \[3, 16, 16\]'), ([{'images': GOOD}], {}, 'got dict'),
     (torch.full((4, 3, 16, 16), float('nan')), {}, 'images must be finite'),
     (GOOD.numpy(), {}, 'or a loader with a length; got ndarray'),
     (torch.randn(4, 3, 24, 24), {}, r'The first batch of val_loader, torch.float32 \[4, 3, 24, 24\]'),
@@ -98,6 +99,17 @@ def test_another_teacher_is_refused(vit):
             calibrate_(student, other, GOOD, progress=False)
     with pytest.raises(TypeError, match='Call convert_ first'):
         calibrate_(teacher, teacher, GOOD)
+    with pytest.raises(ValueError, match='or none that may learn'):
+        calibrate_(student.requires_grad_(False), teacher, GOOD)
+
+
+@pytest.mark.parametrize('classes', [1, 2])
+def test_folders_are_no_labels(vit, tmp_path, classes):
+    student, teacher = pair(vit, num_classes=classes)
+    for month in range(9):
+        (tmp_path / str(month)).mkdir()
+        Image.new('RGB', (16, 16)).save(tmp_path / str(month) / 'a.webp')
+    assert calibrate_(student, teacher, tmp_path, epochs=1, batch_size=2, progress=False)
 
 
 def test_minutes_are_spent(vit):
@@ -131,6 +143,7 @@ def test_a_student_that_has_little_to_learn_learns_slowly(vit):
         student, teacher = made(vit)
         return calibrate_(student, teacher, data, epochs=1, batch_size=4, progress=False, **chosen)[0]['lr']
     assert 0 < rate(close_pair) < 0.5 * rate(pair) and rate(close_pair, lr=1e-3) == rate(pair, lr=1e-3) > rate(pair)
+    assert rate(pair, lr=1e-7) == 1e-7  # less than what decays to min_lr
 
 
 def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit):

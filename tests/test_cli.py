@@ -465,6 +465,7 @@ def test_evaluate_on_other_images_in_mixed_precision(folder, capsys):
 
 
 def test_finetune_on_a_part_judged_by_others(folder, capsys):
+    assert run('finetune', 'local-dir:teacher', 'images', 'out', '--test', 'others', *RECIPE) == 2 and not Path('out').exists()
     shutil.copytree('images', 'others')
     Path('others/c0').rename('others/z0')
     with pytest.warns(RuntimeWarning, match="The classes of 'others' are not those of the model, so labels are compared by number"):

@@ -241,6 +241,8 @@ def test_a_limit_takes_images_of_all_classes(vit, images):
     assert [{label for _, label in part.dataset.samples} for part in (data.train, data.val)] == [set(range(5))] * 2
     assert data.count() == data.count('val') == 15
     assert not files(data.train) & files(data.val)
+    np.savez('a.npz', **{f'{x}_{part}': of for part in ('train', 'test') for x, of in (('x', np.zeros((20, 16, 16, 3), np.uint8)), ('y', np.arange(20) // 4))})
+    assert {*next(iter(read('a.npz', vit(), limit=5).test))[1].tolist()} == {*range(5)}
 
 
 @pytest.mark.parametrize('layout', ['images', 'images/train'])
@@ -427,7 +429,7 @@ def test_refuses(vit, images, tmp_path):
     root = images()
     for source, model, options, message in (
             (tmp_path / 'nowhere', vit(), {}, "There is no '.*nowhere'. Give a folder"),
-            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg\)"),
+            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff\)"),
             (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' is a file"),
             (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5'),
             (root, vit(in_chans=2), {}, 'Image files have 1, 3 or 4 channels; the model takes 2')):

@@ -127,6 +127,7 @@ def test_the_class_token_alone(vit, images):
     total = total - total.mean(dim=0)  # LayerNorm does not see the mean
     found = lyapunov_exponents(model, images[:1].double(), tokens='class', count=2)
     assert torch.allclose(found.values[0], torch.linalg.svdvals(total)[:2].log() / 3, atol=1e-3)
+    assert lyapunov_exponents(vit(use_naflex=True, depth=1), images[:1], tokens='class', count=60).values.shape == (1, 32)
 
 
 @pytest.mark.parametrize('tokens', ['all', 'class'])
@@ -299,14 +300,16 @@ def test_spectral_norms_of_layers_that_a_library_wraps(vit):
     (lambda m, x: lyapunov_exponents(m, x, count=0), 'count must be a whole number'),
     (lambda m, x: lyapunov_exponents(m, x, tokens='cls'), "Unknown tokens 'cls'"),
     (lambda m, x: lyapunov_exponents(timm.create_model('vit_tiny_patch16_224', img_size=16, embed_dim=24, depth=1, class_token=False, global_pool='avg'), x, tokens='class'), 'needs a class token'),
-    (lambda m, x: discretisation_errors(ode(m), x, steps=0), 'steps must be a whole number of at least 1'),
+    (lambda m, x: discretisation_errors(ode(m), x, steps=0), 'steps must be a whole number from 1 to 10000'),
     (lambda m, x: discretisation_errors(ode(m), x, methods='eulre'), "Unknown method 'eulre'. Did you mean 'euler'"),
     (lambda m, x: lipschitz_constants(m, []), 'no images'),
     (lambda m, x: lipschitz_constants(m, x[0]), r'images \[B, C, H, W\]; got torch.float32 \[3, 16, 16\]'),
     (lambda m, x: lyapunov_exponents(ode(m, method='dopri5'), x), 'no map of the state alone'),
     (lambda m, x: lyapunov_exponents(ode(m, tokens=0.5), x), 'no map of the state alone'),
     (lambda m, x: lipschitz_constants(timm.create_model('test_resnet'), torch.randn(1, 3, 96, 96)), 'no single sequence of blocks'),
-    (lambda m, x: discretisation_errors(m, x), 'has 0 ODEs'), (lambda m, x: discretisation_errors(ode(m), x, fine=3), 'fine must be even; got 3'),
+    (lambda m, x: spectral_norms(timm.create_model('test_resnet')), 'ResNet'),
+    (lambda m, x: discretisation_errors(ode(timm.create_model('vit_small_patch16_rope_mixed_224', img_size=16, depth=2)), x), 'RoPE tables of their own'),
+    (lambda m, x: discretisation_errors(m, x), 'has 0'), (lambda m, x: discretisation_errors(ode(m), x, fine=3), 'fine must be even; got 3'),
     (lambda m, x: class_over_time(Flow(torch.ones(1, 2), (lambda x: x,), (0., 1.))), 'no norm and head'),
     (lambda m, x: attention_over_time(timm.create_model('mixer_s32_224', img_size=64, num_classes=3).eval(), torch.randn(1, 3, 64, 64)), 'never attend')])
 def test_what_cannot_be_measured(vit, images, call, message):

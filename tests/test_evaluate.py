@@ -72,7 +72,7 @@ def test_the_steps_of_all_stages_are_counted():
     loader = [(torch.randn(4, 3, 32, 32), torch.arange(4))]
     result = evaluate(model, loader).results[-1]
     assert result.steps == result.nfe == 6
-    assert evaluate(model, loader, steps=1).results[-1].steps == 2  # one in each stage
+    assert [r.steps for r in evaluate(model, loader, steps=[1, (1, 2), (2, 3)]).results] == [2, 3, 5]  # in each stage
 
 
 def test_adaptive_evaluations_are_a_mean_over_images(vit, data):
@@ -86,6 +86,8 @@ def test_adaptive_evaluations_are_a_mean_over_images(vit, data):
             each.append(model.blocks.nfe)
     expected = sum(n * len(images) for n, (images, _) in zip(each, parts)) / 23
     assert evaluate(model, parts).results[0].nfe == pytest.approx(expected)
+    convert_(one_by_one := vit('beit_base_patch16_224'), method='dopri5')  # calls its blocks
+    assert evaluate(one_by_one, parts).results[0].nfe is None
 
 
 @pytest.mark.parametrize('channels', [1, 3, 4])

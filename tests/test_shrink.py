@@ -317,14 +317,14 @@ def test_operations_are_those_of_an_image(model):
 
 @pytest.mark.parametrize('options, message', [
     (dict(size='25%', keep='95%'), 'Give a size, or the share to keep, not both'), (dict(keep=95), 'keep must be a number between 0 and 1'),
-    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'is too little'), (dict(keep='950%'), 'a share up to 100%'),
+    (dict(minutes=0), 'minutes must be'), (dict(size=1), 'is too little'), (dict(model=timm.create_model('vit_tiny_patch16_224', depth=1).half()), 'than float16'), (dict(keep='950%'), 'a share up to 100%'),
     (dict(images=(torch.zeros(4, 3, 16, 16), torch.eye(4))), 'labels must be whole numbers'),
     (dict(images=(torch.zeros(4, 3, 16, 16), torch.zeros(4))), 'labels must be whole numbers'),
     (dict(images=(torch.zeros(4, 3, 16, 16), torch.tensor([0, 1, -1, 2]))), 'from -1 to 2'), (dict(images=[torch.zeros(4, 3, 16, 16)]), 'cannot do for a loader'),
 ])
 def test_bad_input_is_refused_and_nothing_is_written(model, tmp_path, options, message):
     with pytest.raises(ValueError, match=message):
-        shrink(model, **{'images': images(), 'out': tmp_path / 'out', 'progress': False, **options})
+        shrink(**{'model': model, 'images': images(), 'out': tmp_path / 'out', 'progress': False, **options})
     assert not (tmp_path / 'out').exists()
 
 
@@ -389,7 +389,7 @@ def test_folders_of_any_kind(model, tmp_path, names):
     found = prepare(tmp_path, model)
     held = len(found.choosing.images) + len(found.judging.images)
     assert found.data.count() >= 12 and held >= 2 and len(next(iter(found.data.train))[0]) >= 4
-    assert found.why if found.judging.measure == 'agreement' else len(names) > 1
+    assert found.why and found.data.classes is None if found.judging.measure == 'agreement' else len(names) > 1
 
 
 def test_a_size_that_keeps_a_share_is_searched_once(model, tmp_path, monkeypatch, few):
@@ -413,7 +413,7 @@ def test_an_interrupted_command_says_how_to_go_on(model, tmp_path, monkeypatch, 
     for out in ('out', 'none'):
         assert main(['shrink', 'local-dir:teacher', 'images.npz', out, '--quiet']) == 130
         printed = capsys.readouterr()
-        assert f"The best so far: {'out/student/best' if out == 'out' else 'nothing yet'}. To continue, type: odevit shrink {out} --resume" in printed.out and 'interrupted' in printed.err
+        assert f"The best so far: {'out/student/best' if out == 'out' else 'nothing yet'}. To continue, repeat the command with --resume." in printed.out and 'interrupted' in printed.err
 
 
 @pytest.mark.parametrize('dtype, kind', [(torch.float64, 'npz'), (torch.bfloat16, 'folder')])

@@ -52,6 +52,8 @@ def test_a_share_of_a_part_or_of_stages_is_one_of_their_blocks():
     sam = timm.create_model('samvit_base_patch16', device='meta')  # 12 blocks, of which four see all tokens
     assert [choose_size(sam, share).phases for share in ('20%', '50%')] == [1, 3]
     assert choose_size(model, '50%', OdeConfig(steps=4)).phases == 4  # each needs a step
+    swin = timm.create_model('swin_tiny_patch4_window7_224', device='meta')
+    assert [choose_size(swin, '100%', OdeConfig(steps=steps)).phases for steps in (None, (2, 2, 6, 2), (2, None, 6, 2), (2, 2, 3, 2))] == [6, 6, 6, 3]
 
 
 @pytest.mark.parametrize('name, target, config, error, message', [

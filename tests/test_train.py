@@ -166,6 +166,7 @@ def test_changes_reach_every_place():
 
 def test_a_stage_with_no_epochs_is_left_out():
     made = Recipe.load('three_blocks', ['stages.0.fit.epochs=0'])
+    assert 'steps: 6' in replace(made, ode={'steps': np.int64(6)}).to_yaml()
     assert made.stages == Recipe.load('three_blocks').stages[1:] and Recipe.from_dict(yaml.safe_load(made.to_yaml())) == made
 
 

@@ -203,15 +203,18 @@ def test_refuses_what_does_not_fit(vit, change, error, message):
     (dict(steps=[[4, 1], [2]], consistency_weight=1, trajectory_weight=0, kd_weight=0), 'All weights of the loss are 0 but'),
 ])
 def test_refuses_settings(vit, settings, message):
+    models = pair(vit)
     with pytest.raises(ValueError) as e:
-        TrajectoryDistillationTask(*pair(vit), **settings)
-    assert message in str(e.value)
+        TrajectoryDistillationTask(*models, **settings)
+    assert message in str(e.value) and all(p.requires_grad for p in models[1].parameters())
 
 
 @pytest.mark.parametrize('build, settings, message', [
     (lambda vit: pair(vit, OdeConfig(phases=2)), dict(steps=['100%', '20%']), 'each of the 2 shared blocks needs a step'),
     (lambda vit: pair(partial(vit, 'vit_relpos_small_patch16_224')), dict(jasmin_weight=0.1), "jasmin_weight needs timm's plain attention"),
     (lambda vit: pair(vit, num_classes=0), dict(task_weight=1.), 'task_weight compares classes'),
+    (lambda vit: pair(vit, class_token=False, global_pool='avg'), dict(patch_weight=0.), 'patch_weight is 0, but a VisionTransformer has no other'),
+    (lambda vit: pair(vit, OdeConfig(blocks=(0, 1))), dict(exits=(0.5,), exit_weight=1.), 'to earlier states, which does not work'),
     (pair, dict(task_weight=1., embedding=True), 'task_weight compares classes'),
     (lambda vit: (pair(vit)[0], None), dict(trajectory_weight=0., task_weight=1.), 'kd_weight needs a teacher'),
     (lambda vit: (pair(vit)[0], None), dict(trajectory_weight=0., kd_weight=0., task_weight=1., patch_drop=0.5), 'patch_drop needs a teacher'),

@@ -2,7 +2,6 @@
 import copy
 import platform
 import re
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -77,9 +76,9 @@ def benchmark(
             raise ValueError(f"'{name}' halts image by image, so its time depends on the images. Pass images (--data).")
         candidates.update(_states(name, model, steps, compiled))
     parameter = next(next(iter(models.values())).parameters())
-    device = torch.cuda.get_device_name(parameter.device) if parameter.device.type == 'cuda' else processor()
     machine = {
-        'device': device, 'threads': torch.get_num_threads(), 'dtype': str(parameter.dtype).removeprefix('torch.'),
+        'device': processor(parameter), 'threads': torch.get_num_threads(),
+        'dtype': str(parameter.dtype).removeprefix('torch.'),
         'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}
     return Benchmark(machine, [timing for size in dict.fromkeys(batch_sizes)
                                for timing in _time(candidates, size, rounds, images, progress)])
@@ -87,7 +86,7 @@ def benchmark(
 
 def times_in_turns(
         runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False, within: float = 0.,
-) -> np.ndarray[Any, Any]:
+) -> np.ndarray:
     """Seconds of a call of each function in each round [functions, rounds]: the mean of two after a warm-up.
 
     They take turns, up to `rounds` or until their ratios to the first are known to `within`. On one thread of a CPU,
@@ -105,16 +104,15 @@ def times_in_turns(
     return np.array(turns).T
 
 
-def half_intervals(times: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def half_intervals(times: np.ndarray) -> np.ndarray:
     """Half of the 95 % interval of each function's time as a share of the first one's, relative to it [functions]."""
-    logs: np.ndarray[Any, Any] = np.log(times / times[0])
+    logs = np.log(times / times[0])
     return 1.96 * logs.std(axis=1, ddof=1) / logs.shape[1] ** 0.5
 
 
 def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
     states, blocks = {name: model}, find_ode_blocks(model)
-    free = [ode for ode in blocks if not ode.config.adaptive]
-    if len(blocks) == len(free) == 1:
+    if len(blocks) == 1 and not blocks[0].config.adaptive:
         states.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
     if compiled is not None:
         states[f'{name}, compiled'] = torch.compile(copy.deepcopy(model), mode=compiled)  # type: ignore[assignment]
@@ -140,7 +138,7 @@ def _time(
             model(batch)
             evaluations.append(sum(float(ode.evaluations) for ode in find_ode_blocks(model)))
         timings.append(Timing(
-            name, size, median, high - low, float(np.median(seconds / times[0])), statistics.mean(evaluations) or None,
+            name, size, median, high - low, float(np.median(seconds / times[0])), sum(evaluations) / len(of) or None,
             peak_of(partial(model, of[-1]), of[-1].device), count_parameters(model),
             sum(weight.nbytes for weight in model.state_dict().values())))
     return timings
@@ -163,7 +161,9 @@ def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
     return peak
 
 
-def processor() -> str:
+def processor(like: Tensor | None = None) -> str:
+    if like is not None and like.is_cuda:
+        return torch.cuda.get_device_name(like.device)
     path = Path('/proc/cpuinfo')
     name = re.search(r'(?m)^model name\s*: (.+)', path.read_text()) if path.exists() else None
     return name[1].strip() if name else platform.processor() or platform.machine()

@@ -16,12 +16,11 @@ _WAIT = 300.  # seconds that a save waits for another save into the same folder
 
 
 @contextmanager
-def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[None]:
+def locked(folder: Path, name: str = 'run', wait: float = 0.) -> Iterator[None]:
     """Lock a folder, created if missing, against other processes; locks of different names are independent.
 
     Raises OSError if another process still holds the lock after `wait` seconds, or if the folder cannot be written to.
     """
-    folder = Path(folder)
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     if not made and not folder.is_dir():
         raise ValueError(f"Cannot write to '{folder}': a file of that name exists. Give a folder.")
@@ -46,13 +45,12 @@ def locked(folder: str | Path, name: str = 'run', wait: float = 0.) -> Iterator[
 
 
 @contextmanager
-def staged(folder: str | Path, *names: str) -> Iterator[Path]:
+def staged(folder: Path, *names: str) -> Iterator[Path]:
     """Yield an empty folder to write one file to, or two that belong together; then move them to `folder`.
 
     Each file is always complete or absent. Of two, the second is the one that readers look for first: if it changes, it
     is absent while the first is replaced. After an exception in the block, the old files are there.
     """
-    folder = Path(folder)
     with locked(folder, 'save', _WAIT):
         aside = Path(tempfile.mkdtemp(prefix=f'{OWN}save-', dir=folder))
         try:

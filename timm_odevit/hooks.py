@@ -75,11 +75,10 @@ def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContext
 def random_states_kept(device: str | torch.device) -> Iterator[None]:
     """Those of Python, of NumPy, and of torch on the CPU and a device."""
     device = torch.device(device)
-    devices: Any = {'devices': []} if device.type in ('cpu', 'meta') else {
-        'devices': [device], 'device_type': device.type}
+    other = device.type not in ('cpu', 'meta')
     python, numpy = random.getstate(), np.random.get_state()
     try:
-        with torch.random.fork_rng(**devices):
+        with torch.random.fork_rng([device] * other, device_type=device.type if other else 'cuda'):
             yield
     finally:
         random.setstate(python)

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 BITS = 4  # of what is stored
@@ -26,12 +27,12 @@ class Coded(NamedTuple):
 
 def is_rounded(tensor: Tensor) -> bool:
     """Whether a tensor of a model is rounded; the others keep 16 bits."""
-    return tensor.is_floating_point() and tensor.ndim > 1 and tensor.numel() >= SMALL and tensor.shape[-1] % 2 == 0
+    return tensor.is_floating_point() and SMALL <= tensor.numel() > tensor.shape[-1] and tensor.shape[-1] % 2 == 0
 
 
 def in_groups(tensor: Tensor, bits: int = BITS) -> Coded:
     flat, top = tensor.detach().flatten().float(), 2 ** bits - 1
-    groups = torch.cat([flat, flat.new_zeros(-len(flat) % GROUP)]).view(-1, GROUP)
+    groups = F.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
     low, high = groups.amin(1, keepdim=True).clamp(max=0), groups.amax(1, keepdim=True).clamp(min=0)
     scale = ((high - low) / top).clamp(2. ** -24, 65504.).half()  # what float16 holds
     zero = (-low / scale.float()).round().clamp(max=top)
@@ -48,7 +49,7 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             *rows, last = tensor.shape
             for part, value in zip(_PARTS, (
                     _pairs(codes.flatten()[:tensor.numel()]).view(*rows, last // 2), scale[:, 0],
-                    _pairs(torch.cat([zero[:, 0], zero.new_zeros(len(zero) % 2)]))), strict=True):
+                    _pairs(F.pad(zero[:, 0], (0, len(zero) % 2)))), strict=True):
                 small[f'{name}.{part}'] = value.contiguous()
         else:
             small[name] = (tensor.half() if tensor.is_floating_point() else tensor).contiguous()
@@ -65,7 +66,7 @@ def unpacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         codes, scale, zero = (state[f'{stem}.{part}'] for part in _PARTS)
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         flat = _singles(codes.flatten())
-        groups = torch.cat([flat, flat.new_zeros(-len(flat) % GROUP)]).view(-1, GROUP)
+        groups = F.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
         large[stem] = Coded(groups, scale[:, None], _singles(zero)[:len(scale), None]).values(shape)
     return large
 

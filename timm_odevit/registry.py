@@ -20,7 +20,6 @@ from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, weights_fil
 from .settings import one_line, shown
 
 _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral'}
-_NATIVE = {'ode_field': 'native', 'ode_method': 'lie_trotter', 'ode_init': 'mean'}
 _TINY_32: Any = ('vit_tiny_patch16_224', dict(depth=12, patch_size=4, img_size=32))
 _DEIT_128: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=128))
 
@@ -34,10 +33,10 @@ _MODELS: dict[str, Any] = {
     'odevit_small_patch14_reg4': ('vit_small_patch14_reg4_dinov2', dict(depth=12, img_size=224), _PAPER),
     'odevit_base_patch14_reg4': ('vit_base_patch14_reg4_dinov2', dict(depth=12, img_size=224), _PAPER),
     'odevit_large_patch14_reg4': ('vit_large_patch14_reg4_dinov2', dict(depth=24, img_size=224), _PAPER),
-    'odevit_tiny_native_patch4_32': (*_TINY_32, {**_NATIVE, 'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.}),
+    'odevit_tiny_native_patch4_32': (*_TINY_32, {'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.}),
     'odevit_tiny_patch16_128': (*_DEIT_128, {**_PAPER, 'ode_steps': 6, 'ode_T': 12.}),
-    'odevit_tiny_native_patch16_128': (*_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12.}),
-    'odevit_tiny_native_three_patch16_128': (*_DEIT_128, {**_NATIVE, 'ode_steps': 6, 'ode_T': 12., 'ode_phases': 3}),
+    'odevit_tiny_native_patch16_128': (*_DEIT_128, {'ode_steps': 6, 'ode_T': 12.}),
+    'odevit_tiny_native_three_patch16_128': (*_DEIT_128, {'ode_steps': 6, 'ode_T': 12., 'ode_phases': 3}),
     'deit_tiny_patch16_128': (*_DEIT_128, None),
 }
 # published models: the number of classes of each tag
@@ -153,6 +152,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
 def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Weights as they were before 4 bits, through the base's filter, which resizes position embeddings."""
     state = unpacked(state)
+    base = _MODELS.get(base, (base,))[0]
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     return base_filter(state, model) if base_filter else state
 
@@ -168,7 +168,7 @@ def _build(variant: str, base: str, config: OdeConfig, /, **kwargs: Any) -> nn.M
 def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     """The base, of which only the first block of each kind is initialised; others that will be converted share it."""
     with on_meta():
-        model: Any = timm.create_model(base, **{**kwargs, 'device': None})
+        model = timm.create_model(base, **{**kwargs, 'device': None})
     sites = find_stages(model)
     orders, inside = [kinds(site.blocks) for site in sites], tuple(site.prefix for site in sites)
     needed = [1 + max(map(order.index, order)) for order in orders]  # blocks, from the first, that include every kind
@@ -176,7 +176,7 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
         {'depth': needed[0]}, {'depths': tuple(needed)}, {'num_blocks': needed[0]}, {})
     for fewer in ways:
         try:
-            few: Any = timm.create_model(base, **{**kwargs, **fewer})
+            few = timm.create_model(base, **{**kwargs, **fewer})
         except (AssertionError, TypeError, ValueError):  # of a base whose settings for each block fix its depth
             if not fewer:
                 raise

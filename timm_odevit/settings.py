@@ -42,7 +42,7 @@ class Settings:
     @classmethod
     def about(cls) -> dict[str, str]:
         """A one-line description of each setting, from the docstring (empty under `python -OO`)."""
-        text = inspect.cleandoc(cls.__doc__ or '')  # Python 3.13 does so itself
+        text = inspect.getdoc(cls) or ''
         entries = dict(re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M))
         return {name: ' '.join(entries.get(name, '').split()) for name in cls.names()}
 
@@ -84,7 +84,7 @@ def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
     return check
 
 
-def integer(least: int | None = 0, none: str = '', most: float = math.inf) -> Check:
+def integer(least: int | None, none: str = '', most: float = math.inf) -> Check:
     """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
     def keep(value: Any) -> int | None:
         whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's too
@@ -115,7 +115,7 @@ def one_of(allowed: Sequence[Any], none: str = '') -> Check:
     words = ', '.join(allowed) + (f', or None for {none}' if none else '')
 
     def check(name: str, value: Any) -> Any:
-        if (value is not None or not none) and value not in list(allowed):  # a list: the value may not be hashable
+        if (value is not None or not none) and value not in allowed:
             raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {words}.")
         return value
     return check
@@ -149,5 +149,5 @@ def printable(text: str) -> bool:
 
 def suggest(word: str, allowed: Iterable[str]) -> str:
     """A sentence naming the closest allowed word, with a trailing space; empty if none is close."""
-    close = get_close_matches(word, list(allowed), n=1, cutoff=0.5)
+    close = get_close_matches(word, allowed, n=1, cutoff=0.5)
     return f"Did you mean '{close[0]}'? " if close else ''

@@ -9,6 +9,7 @@ import argparse
 import json
 import math
 import time
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -143,14 +144,15 @@ def measure(model, teacher, loader, path, images, models):
     for name, run in chosen.items():
         file = path / f'{name}.json'
         count = min(FEW, len(images)) if name == 'discretisation' else len(images)
-        if (name in ('discretisation', 'agreement') and not find_ode_blocks(model)) or (
-                file.exists() and json.loads(file.read_text())['images'] == count):
+        before = json.loads(file.read_text()) if file.exists() else {}
+        same = before.get('images') == count and (name != 'relations' or before.get('models') == models)
+        if same or (name in ('discretisation', 'agreement') and not find_ode_blocks(model)):
             continue
         start = time.process_time()
         found = run()
         each = 1000 * (time.process_time() - start) / count
         path.mkdir(parents=True, exist_ok=True)
-        write_text(file, to_json({'images': count, 'ms per image': each, 'found': found}))
+        write_text(file, to_json({'images': count, 'models': models, 'ms per image': each, 'found': found}))
         print(f'{path.name}, {name}: {each:.1f} ms per image', flush=True)
 
 
@@ -160,13 +162,13 @@ def main():
     parser.add_argument('out', type=Path)
     parser.add_argument('--teacher', required=True, help='name of the teacher')
     parser.add_argument('--students', nargs='+', default=[], help='names of its students')
-    parser.add_argument('--images', type=int, default=1000, help='number of test images')
+    parser.add_argument('--images', type=int, default=1000, help='number of test images, of 50 each')
     args = parser.parse_args()
     torch.set_num_threads(1)
     teacher = timm.create_model(args.teacher, pretrained=True).eval()
     for name in (args.teacher, *args.students):
         model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()
-        loader = list(read_data(args.data, model, DataConfig(batch_size=50), limit=args.images).test)
+        loader = list(islice(read_data(args.data, model, DataConfig(batch_size=50)).test, args.images // 50))
         images = torch.cat([batch for batch, _ in loader])
         measure(model, teacher, loader, args.out / name, images, 1 + len(args.students))
 

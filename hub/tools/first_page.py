@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 from cards import dataset_of
+from matplotlib.figure import Figure
 
 HUB = Path(__file__).parent.parent
 # trained from scratch at 32 px on CIFAR-100: 10^6 parameters, 10^6 multiply-adds, top-1 %
@@ -79,7 +80,6 @@ def which():
 
 def idea(path):
     """Draw what happens to the blocks, and the accuracy of one block with any number of steps."""
-    from matplotlib.figure import Figure
     from matplotlib.patches import FancyBboxPatch
     left, right = (drawing := Figure(figsize=(9, 3.3), layout='constrained')).subplots(1, 2, width_ratios=(1.05, 1))
     left.set(xlim=(0, 10), ylim=(0, 10))
@@ -132,7 +132,6 @@ def idea(path):
 
 def frontier(path):
     """Draw accuracy against the size of the file."""
-    from matplotlib.figure import Figure
     axes = (drawing := Figure(figsize=(7.5, 4), layout='constrained')).subplots()
     group, = json.loads((HUB / 'verdict.json').read_text())['groups']
     marks, points = {'float32': 's', 'int8': 'o', '4 bits': '^'}, []
@@ -155,7 +154,6 @@ def frontier(path):
 
 def compare(path):
     """Draw accuracy against parameters and against multiply-adds on CIFAR-100, with small models by others."""
-    from matplotlib.figure import Figure
     drawing = Figure(figsize=(9, 3.8), layout='constrained')
     points = [(name, RED, *values) for name, values in SCRATCH.items()]
     groups = json.loads((HUB / 'verdict.json').read_text())['groups']

@@ -97,11 +97,8 @@ def robustness():
     return figure
 
 
-PICTURES = (auroc, agreement, robustness)
-
-
 def draw():
-    for make in PICTURES:
+    for make in (auroc, agreement, robustness):
         figure = make()
         for axes in figure.axes:
             axes.grid(alpha=0.3)

@@ -78,7 +78,8 @@ def main():
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
     recipe, steps, trained_at = Recipe.load(run / 'best' / 'recipe.yaml'), None, []
     if find_ode_blocks(model):
-        steps, trained_at = args.steps, list(recipe.trained_at(model.blocks.steps))
+        steps = [k for k in args.steps if k >= len(model.blocks.shared.phases)]
+        trained_at = list(recipe.trained_at(model.blocks.steps))
     data = read_data(args.data, model, DataConfig(batch_size=128), held_out=recipe.batches.held_out)
     half = copy.deepcopy(model).half().float()  # rounded
     full, rounded = (trained(measure(m, data.val), m)['top1'] for m in (model, half))
@@ -88,9 +89,8 @@ def main():
     aside = args.hub / '.release' / args.name  # hub/NAME changes only when all is there
     try:
         aside.mkdir(parents=True)
-        # the images are used whole, without cropping
         names = {'label_names': list(data.classes)} if data.classes else {}
-        stored.pretrained_cfg = {**stored.pretrained_cfg, 'crop_pct': 1.0, **names}
+        stored.pretrained_cfg = {**stored.pretrained_cfg, **names}
         save_pretrained(stored, aside, bits=args.bits)
         published = timm.create_model(f'local-dir:{aside}', pretrained=True).eval()
         rows = measure(published, data.test, teacher, steps)

@@ -123,8 +123,6 @@ TABLES = {
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
     'robustness': (HUB.parent / 'examples' / 'robustness.md', robustness)}
-
-
 PAGES = (README, *sorted([*HUB.glob('*.md'), *HUB.glob('lab/*.md'), *HUB.parent.glob('examples/*.md')]))
 
 

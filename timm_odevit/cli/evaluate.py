@@ -158,7 +158,6 @@ def predict(args: Any) -> None:
     --steps
     --json  print JSON
     """
-    run: Any
     if args.model.endswith(('.onnx', '.pt2')) and ':' not in args.model:
         run, about = load_exported(args.model, args.steps)
         blocks, cfg, like = [], about['images'], torch.empty(0)
@@ -227,10 +226,10 @@ def push(args: Any) -> None:
     --private  make a new repository private
     """
     rows = json.loads(Path(args.results).read_text()) if args.results else []
-    about: Any = dict(results=rows, dataset=args.dataset or '', license=args.license)
+    about = dict(results=rows, dataset=args.dataset or '', license=args.license)
     source, _, folder = args.model.partition(':')
     as_it_is = source == 'local-dir' and Path(folder, CARD).is_file() and not (args.card or any(about.values()))
-    model: Any = folder if as_it_is else load(args.model, args)
+    model = folder if as_it_is else load(args.model, args)
     if args.card:
         write_text(Path(args.card), model_card(f'hf-hub:{args.repo}', model, **about))
         print(f'wrote {args.card}; nothing was sent')

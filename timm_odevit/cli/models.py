@@ -10,7 +10,6 @@ from timm_odevit import from_open_clip, from_transformers, save_pretrained, with
 
 from ..files import OWN
 from ..hooks import on_meta
-from ..ode.blocks import find_ode_blocks
 from ..settings import one_line, suggest
 
 TOWERS = ('open_clip:', 'transformers:')
@@ -58,7 +57,7 @@ def _tower(name: str, num_classes: int | None = None) -> Any:
     source, _, name = name.partition(':')
     if source == 'transformers':
         from transformers import AutoModel
-        tower: Any = from_transformers(AutoModel.from_pretrained(name)).float()
+        tower = from_transformers(AutoModel.from_pretrained(name)).float()
     else:
         import open_clip
         name, _, tag = name.partition('/') if not name.startswith('hf-hub:') else (name, '', '')
@@ -89,11 +88,7 @@ def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
 
 def load_with_steps(args: Any) -> Any:
     model = load(args.model, args)
-    if args.steps is not None:
-        with_steps(model, args.steps)  # refuses what has no steps
-        for blocks in find_ode_blocks(model):
-            blocks.steps = args.steps
-    return model
+    return model if args.steps is None else with_steps(model, args.steps)
 
 
 def save(model: nn.Module, out: str) -> None:

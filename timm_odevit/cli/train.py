@@ -47,7 +47,7 @@ def shrink(args: Any) -> None:
     except KeyboardInterrupt:
         found = [str(best) for name in ('student', 'plain') if (best := Path(args.out, name, BEST)).exists()]
         print(f"\nThe best so far: {', '.join(found) or 'nothing yet'}. "
-              f'To continue, type: odevit shrink {quote(args.out)} --resume')
+              'To continue, repeat the command with --resume.')
         raise
     print(f'\n{verdict}')
 
@@ -73,7 +73,10 @@ def finetune(args: Any) -> None:
         options['img_size'] = args.img_size
     recipe = replace(recipe, model=args.started['model'], model_args=options)
     torch.manual_seed(recipe.seed)  # a new head is the same each time
-    _train(recipe, args, student=load(args.model, args, **options))
+    student = load(args.model, args, **options)
+    if args.test:
+        read_data(args.test, student, held_out=0., any_classes=True)  # fails now
+    _train(recipe, args, student=student)
 
 
 def distill(args: Any) -> None:

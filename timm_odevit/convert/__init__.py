@@ -1,1 +1,0 @@
-"""From a pretrained transformer to an ODE-ViT, in place, and back."""

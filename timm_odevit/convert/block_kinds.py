@@ -97,8 +97,6 @@ FIELD_OF: dict[type[nn.Module], type[NativeField]] = {
     vision_transformer.Block: NativeField,
     vision_transformer.ResPostBlock: PostNormField,
     vision_transformer.ParallelThingsBlock: ParallelField,
-    vision_transformer.ParallelScalingBlock: WholeField,
-    vision_transformer.DiffParallelScalingBlock: WholeField,
     vision_transformer_relpos.RelPosBlock: NativeField,
     vision_transformer_relpos.ResPostRelPosBlock: PostNormField,
     vision_transformer_sam.Block: SamField,
@@ -155,7 +153,7 @@ def class_token_comes_later(model: Any) -> bool:
 
 def prefix_tokens(model: Any) -> int:
     """How many tokens come before those of the patches in the blocks' states."""
-    return 0 if class_token_comes_later(model) else int(getattr(model, 'num_prefix_tokens', 0))
+    return 0 if class_token_comes_later(model) else getattr(model, 'num_prefix_tokens', 0)
 
 
 def field_class(block: nn.Module) -> type[NativeField]:

@@ -149,7 +149,7 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
         {k: v for k, v in info[first].items() if k != 'module'} if listed else None,
         float(first), blocks[:first], blocks[last + 1:],
         readout=partial(_logits, model) if readable else None,
-        num_prefix_tokens=prefix_tokens(model) if own else 0)
+        num_prefix_tokens=prefix_tokens(site.host))
     kept = {module for block in (*ode.before, *ode.after) for module in block.modules()}
     for module in {*ode.modules()} - kept:
         module.training = model.training
@@ -159,8 +159,8 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
 def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
     rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
     rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
-    if sites[0].host is model and getattr(model, 'rope_mixed', False):
-        rows.append((model.rope, 'get_embed', partial(_rope_of_steps, model)))
+    if getattr(host := sites[0].host, 'rope_mixed', False):
+        rows.append((host.rope, 'get_embed', partial(_rope_of_steps, host)))
     for method, new in (('group_matcher', _group_matcher), ('set_input_size', _set_input_size)):
         if hasattr(model, method):
             rows.append((model, method, partial(new, model)))

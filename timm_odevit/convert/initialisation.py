@@ -43,13 +43,12 @@ def build_field(config: OdeConfig, blocks: Blocks) -> Field:
     return PiecewiseField(fields, list(blocks), assigned, borders(config, blocks))
 
 
-def spectral_(weight: Tensor, parts: int = 1) -> Tensor:
+def spectral_(weight: Tensor, parts: int) -> Tensor:
     """Fill a matrix [M, D] with random values and scale each of its parts (q, k, v) to spectral norm 1, in place."""
-    with torch.no_grad():
-        nn.init.normal_(weight)
-        if not weight.is_meta:
-            for part in weight.chunk(parts):
-                part.div_(torch.linalg.matrix_norm(_precise(part), ord=2).to(part.dtype))
+    nn.init.normal_(weight)
+    if not weight.is_meta:
+        for part in weight.chunk(parts):
+            part.div_(torch.linalg.matrix_norm(_precise(part), ord=2).to(part.dtype))
     return weight
 
 

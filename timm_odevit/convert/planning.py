@@ -20,7 +20,7 @@ from .initialisation import assignment, borders
 
 
 def check_convertible(model: nn.Module, config: OdeConfig | None = None, **settings: Any) -> None:
-    """Raise the TypeError or ValueError that `convert_` with the same arguments would raise, and change nothing.
+    """Raise the error that `convert_` with the same arguments would raise, but for those of tokens and halting.
 
     Examples:
         >>> check_convertible(vit, method='rk4', phases=2)    # raises nothing: this can be converted
@@ -154,7 +154,7 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
     """Choose the number of shared blocks, `phases`: as many as a size allows.
 
     Args:
-        target: Largest size: a share of the model's blocks, such as 0.25 or '25%'; a number of parameters, such as
+        target: Largest size: a share of the blocks to convert, such as 0.25 or '25%'; a number of parameters, such as
             3_000_000 or '3M'; or what the parameters take in the model's dtype, such as '10MB'.
         config: All settings but phases.
 
@@ -177,7 +177,8 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
         if isinstance(size, float):
             return sum(len(set(assignment(each, blocks))) for blocks in parts)
         return predict_parameters(model, each)
-    most = min(layers, *(config.steps if isinstance(config.steps, tuple) else (config.steps or layers,)))
+    most = min(layers if (k := config.resolve(len(blocks), i).steps_and_end[0]) >= len(blocks) else k
+               for i, blocks in enumerate(parts))
     limit = size * total + 1e-9 if isinstance(size, float) else size
     phases = max((phases for phases in range(1, most + 1) if taken(phases) <= limit), default=0)
     if not phases:

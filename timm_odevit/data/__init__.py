@@ -1,1 +1,0 @@
-"""Images and labels in batches: `read_data` makes a `Data` of whatever there is."""

@@ -17,7 +17,7 @@ from torchvision.transforms.functional import gaussian_blur
 from tqdm import tqdm
 
 from ..distributed import rank_and_world
-from ..hooks import described, random_states_kept
+from ..hooks import check_images, described, random_states_kept
 from ..settings import Settings, integer, number, setting
 from .preprocessing import data_config, dtype_of, image_mode, read_image
 
@@ -33,30 +33,30 @@ class DataConfig(Settings):
     Attributes:
         batch_size: Images per batch; no more than there are.
         held_out: Share of the training images held out for validation.
-        padding: Pixels by which a crop may be shifted (arrays); None for 4.
-        flip: Probability of mirroring an image (arrays); None for 0.5.
+        padding: Pixels by which a crop may be shifted (arrays).
+        flip: Probability of mirroring an image (arrays).
         reprob: Probability of erasing a part of an image.
         workers: Processes that load images (folders); None for min(2, usable CPU cores - 1).
         mixup: alpha of mixup; 0 for none.
         cutmix: alpha of CutMix; 0 for none.
         smoothing: Label smoothing.
-        prob: Share of the batches that are mixed; None for all.
+        prob: Share of the batches that are mixed.
         corrupt: Share of the batches that lose contrast, get noise or are blurred, by random amounts.
     """
     batch_size: int = setting(64, integer(1))
     held_out: float = setting(0.1, number(0., 1., open='()'))
-    padding: int | None = setting(None, integer(0, none='4'))
-    flip: float | None = setting(None, number(0., 1., none='0.5'))
+    padding: int = setting(4, integer(0))
+    flip: float = setting(0.5, number(0., 1.))
     reprob: float = setting(0., number(0., 1.))
     workers: int | None = setting(None, integer(0, none='min(2, usable CPU cores - 1)'))
     mixup: float = setting(0., number(0.))
     cutmix: float = setting(0., number(0.))
     smoothing: float = setting(0., number(0., 1.))
-    prob: float | None = setting(None, number(0., 1., none='all'))
+    prob: float = setting(1., number(0., 1.))
     corrupt: float = setting(0., number(0., 1.))
 
     def _check(self) -> None:
-        if self.prob is not None and not (self.mixup or self.cutmix):
+        if self.prob < 1 and not (self.mixup or self.cutmix):
             raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or omit prob.')
 
     @property
@@ -89,7 +89,7 @@ def is_pair(source: Any) -> bool:
 
 
 def read_batches(
-        source: Any, labels: bool | None = True, *, size: int = 64, bar: str = '',
+        source: Any, labels: bool | None, *, size: int = 64, bar: str = '',
 ) -> Iterator[tuple[Tensor, Any]]:
     """The images [B, C, H, W] and labels [B] of each batch that is not empty, of a loader, a tensor or a pair of these.
 
@@ -114,7 +114,8 @@ def read_batches(
         raise ValueError('The loader gave no images.')
 
 
-def unlabelled(images: Tensor, _: Any = None) -> tuple[Tensor, Tensor]:
+def unlabelled(images: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    check_images(images)
     return images, torch.zeros(len(images), dtype=torch.long, device=images.device)
 
 
@@ -154,9 +155,8 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
     """By timm's Mixup; labels become probabilities [B, classes]."""
     if loader.batch_size % 2:
         raise ValueError(f'Pairs of images are mixed, so batch_size must be even; got {loader.batch_size}.')
-    some = 1. if config.prob is None else config.prob
     mix = Mixup(mixup_alpha=config.mixup, cutmix_alpha=config.cutmix, label_smoothing=config.smoothing,
-                prob=some if config.mixup or config.cutmix else 0., num_classes=classes)
+                prob=config.prob if config.mixup or config.cutmix else 0., num_classes=classes)
     return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
 
 
@@ -267,7 +267,7 @@ def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int)
         dataset, **data_config(model), batch_size=config.batch_of(len(samples)), is_training=True, scale=(0.35, 1.),
         re_prob=config.reprob, num_workers=_workers(config), distributed=rank_and_world()[1] > 1,
         persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
-        device=torch.device('cpu'), use_prefetcher=False)
+        use_prefetcher=False)
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.seed = seed
     return loader

@@ -54,8 +54,8 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
 
 def open_image(file: str | Path, cfg: dict[str, Any]) -> Tensor:
     """An image file as a data_config says [C, H, W], in float32; or ValueError."""
-    transform: Any = create_transform(**cfg, is_training=False)
-    return transform(read_image(file, image_mode(cfg['input_size'][0])))  # type: ignore[no-any-return]
+    transform = create_transform(**cfg, is_training=False)
+    return transform(read_image(file, image_mode(cfg['input_size'][0])))
 
 
 def preparation(model: Any) -> Callable[[Tensor], Tensor]:
@@ -100,7 +100,7 @@ def model_name(model: Any) -> str:
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     name = cfg.get('architecture') or type(model).__name__
     if name == 'odevit_converted':  # the tag is that of the base
-        return str(name)
+        return name
     return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
 
 

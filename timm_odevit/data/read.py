@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from timm.data import is_img_extension
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from ..hooks import check_images
 from ..settings import one_line
 from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, corrupted, is_pair, mixed, training_loader, unlabelled
 from .preprocessing import class_names, dtype_of, labels_for, preparation, warn_of_other_classes
-from .sources import Part, checked_labels, divided, files_in, folder_parts, read_folder, read_npz, spread, taken
+from .sources import Part, checked_labels, divided, files_in, folder_parts, is_img, read_folder, read_npz, spread, taken
 
 _APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
     ('mixup', 'cutmix', 'smoothing', 'corrupt'), 'npz, folder, images, pair')}
@@ -42,11 +41,11 @@ class Data:
         return self.unaugmented if part == 'train' else getattr(self, part)
 
     def count(self, part: str = 'train') -> int:
-        return int(self.plain(part).count)
+        return self.plain(part).count
 
     def sample(self, part: str, count: int, seed: int = 0) -> tuple[Tensor, Tensor]:
         """At most `count` random images [N, C, H, W] that can be read, and their labels [N], on the CPU."""
-        return self.plain(part).sample(count, seed)  # type: ignore[no-any-return]
+        return self.plain(part).sample(count, seed)
 
     def evaluated(self) -> tuple[Any, str]:
         """A loader, and what its images are in words: val, else test, else all of them."""
@@ -85,7 +84,7 @@ def read_data(
     share = config.held_out if held_out is None else held_out
     any_classes = any_classes or not getattr(model, 'num_classes', 0)
     for name, where in _APPLIES.items():
-        if getattr(config, name) != getattr(DataConfig(), name) and kind not in where.split(', '):
+        if getattr(config, name) != getattr(DataConfig(), name) and kind not in where:
             raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. Leave it out.')
     if labels is None and not any_classes:
         again = partial(read_data, source, model, config, held_out=share, limit=limit, seed=seed, judging=judging)
@@ -116,8 +115,7 @@ def read_data(
         parts = {part: (images, torch.tensor(order)[own]) for part, (images, own) in parts.items()}
     if limit is not None:
         for part, of in parts.items():
-            count = len(of[1])
-            parts[part] = taken(of, spread(count, limit) if kind == 'folder' else torch.arange(min(count, limit)))
+            parts[part] = taken(of, spread(len(of[1]), limit))
     number = 0 if not labels else number if any_classes else model.num_classes
     train, loaders = _loaders(parts, kind, model, config, seed)
     if config.corrupt and train is not None:
@@ -153,7 +151,7 @@ def _kind(source: Any) -> str:
     if isinstance(source, (str, os.PathLike)):
         if not os.path.exists(source):
             raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
-        if os.path.isfile(source) and is_img_extension(Path(source).suffix.lower()):
+        if os.path.isfile(source) and is_img(source):
             raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
         return 'folder' if os.path.isdir(source) else 'npz'
     if hasattr(source, '__array__') and not isinstance(source, Tensor):
@@ -203,14 +201,13 @@ def _loaders(
     if kind == 'npz':
         device, prepare = next(model.parameters()).device, preparation(model)
         parts = {part: (images.contiguous().to(device), labels) for part, (images, labels) in parts.items()}
-        options = {key: of for key in ('padding', 'flip', 'reprob') if (of := getattr(config, key)) is not None}
-        augment = partial(_augment, **options)
+        augment = partial(_augment, padding=config.padding, flip=config.flip, reprob=config.reprob)
     parts = {part: (images, labels.to(images.device)) for part, (images, labels) in parts.items()}
     train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
     return train, {part: ArrayLoader(*of, config.batch_size, prepare) for part, of in parts.items()}
 
 
-def _augment(images: Tensor, padding: int = 4, flip: float = 0.5, reprob: float = 0.) -> Tensor:
+def _augment(images: Tensor, padding: int, flip: float, reprob: float) -> Tensor:
     """Pad and crop, mirror and erase each image [B, C, S, S] at random, independently of the others."""
     B, _, H, W = images.shape
     device = images.device

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from timm.data import get_img_extensions, is_img_extension
+from timm.data import get_img_extensions
 from timm.utils import natural_key
 from torch import Tensor
 
@@ -15,13 +15,14 @@ from ..hooks import described
 from ..settings import one_line
 from .preprocessing import check_labels, check_names
 
+_SUFFIXES = (*get_img_extensions(), '.webp', '.bmp', '.tif', '.tiff')
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
           'evaluation': 'val', 'test': 'test'}
 
 
-def read_folder(root: Path, training: bool, others: bool = False) -> tuple[dict[str, Part], list[str]]:
+def read_folder(root: Path, training: bool, others: bool) -> tuple[dict[str, Part], list[str]]:
     """The parts of a folder, with labels of its own, and the names of its classes.
 
     Without training, only that to evaluate on, and that to train on if the `others` are wanted, too.
@@ -81,7 +82,7 @@ def files_in(folder: Path) -> tuple[list[str], Tensor, list[str]]:
     found = [(os.path.join(of, name), os.path.basename(of) if of != str(folder) else '')
              for of, names in _walk(folder) for name in names]
     if not found:
-        raise ValueError(f"There are no images in '{folder}' ({', '.join(get_img_extensions())}). Give a folder with "
+        raise ValueError(f"There are no images in '{folder}' ({', '.join(_SUFFIXES)}). Give a folder with "
                          'one sub-folder of images per class.')
     found.sort(key=lambda of: (natural_key(of[0]), of[0]))
     classes = sorted({name for _, name in found}, key=lambda name: (natural_key(name), name))
@@ -100,11 +101,16 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
                 seen.add(real)
                 folders.append(name)
         yield folder, [name for name in files
-                       if is_img_extension(os.path.splitext(name)[1].lower()) and not name.startswith('.')]
+                       if is_img(name) and not name.startswith('.')]
+
+
+def is_img(path: Any) -> bool:
+    """By its suffix."""
+    return str(path).lower().endswith(_SUFFIXES)
 
 
 def read_npz(
-        path: str | Path, channels: int | None, labelled: bool = True,
+        path: str | Path, channels: int | None, labelled: bool,
 ) -> tuple[dict[str, Part], list[str] | None, int]:
     """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number."""
     x: dict[str, Tensor] = {}

@@ -44,12 +44,12 @@ class Flow:
     def lengths(self) -> list[float]:
         return [after - before for before, after in pairwise(self.times)]
 
-    def clock(self, last: int | None = None) -> Tensor:
-        return torch.tensor(self.times[:last], dtype=torch.float64)
+    def clock(self) -> Tensor:
+        return torch.tensor(self.times, dtype=torch.float64)
 
 
 @contextmanager
-def follow(model: Any, images: Any = None) -> Iterator[Flow]:
+def follow(model: Any, images: Any) -> Iterator[Flow]:
     """That of a model for images [B, C, H, W], valid inside: in eval mode, without gradients. A Flow is its own."""
     if isinstance(model, Flow):
         yield model
@@ -66,7 +66,7 @@ def follow(model: Any, images: Any = None) -> Iterator[Flow]:
         maps = (partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
         times = accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.)
         prefix = prefix_tokens(model)
-        has_class = prefix > 0 and getattr(model, 'cls_token', None) is not None
+        has_class = prefix > 0 and getattr(getattr(model, 'embeds', model), 'cls_token', None) is not None
         yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), prefix, has_class)
 
 
@@ -131,9 +131,9 @@ def unit(x: Tensor) -> Tensor:
     return x / along(norms(x).clamp_min(torch.finfo(x.dtype).tiny), x)
 
 
-def noise(x: Tensor, generator: torch.Generator) -> Tensor:
+def noise(x: Tensor) -> Tensor:
     """Normal random numbers in the shape of x [B, ...], the same for every state."""
-    return torch.randn(x.shape[1:], generator=generator).to(x).expand_as(x)
+    return torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x).expand_as(x)
 
 
 class Jacobian:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from ..data.batches import read_batches
-from ..ode.blocks import OdeBlocks, find_ode_blocks
-from ..ode.fields import Context
+from ..ode.blocks import OdeBlocks, the_ode
 from ..ode.methods import METHODS
 from ..ode.solver import Solver
 from ..settings import integer, one_of
@@ -47,10 +46,9 @@ def discretisation_errors(
 
     Source: Hairer, Nørsett & Wanner, Solving ODEs I, II.3.
     """
-    odes = find_ode_blocks(model)
-    if len(odes) != 1:
-        raise TypeError(f'A {type(model).__name__} has {len(odes)} ODEs. Give an ODE-ViT with one sequence of blocks.')
-    ode = odes[0]
+    ode = the_ode(model)
+    if getattr(model, 'rope_mixed', False):
+        raise TypeError(f'The blocks of this {type(model).__name__} have RoPE tables of their own, so it has no ODE.')
     if integer(2)('fine', fine) % 2:
         raise ValueError(f'fine must be even; got {fine}.')
     if steps is None:
@@ -70,8 +68,7 @@ def _errors(ode: OdeBlocks, flow: Flow, fine: int, each: Sequence[tuple[str, Any
     """Local errors are along the numerical solution, against the reference started from the same state."""
     first = len(ode.before)
     args, kwargs = flow.maps[first].args[1:]  # type: ignore[attr-defined]
-    given = len(args) == 1 and isinstance(args[0], Context)
-    block_kwargs = (args[0] if given else ode.shared.context(args, kwargs)).block_kwargs
+    block_kwargs = ode.shared.context(args, kwargs).block_kwargs
 
     def solve(x: Tensor, method: str, steps: int, t: float, end: float) -> Iterator[tuple[Tensor, float]]:
         """The state at the end of each step, and its time."""

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..convert.block_kinds import find_stages
 from ..ode.blocks import find_ode_blocks
 from ..settings import integer, one_of
 from .flow import Flow, Images, Jacobian, PerImage, along, noise, norms, over_images, unit
@@ -74,7 +75,7 @@ def _exponents(count: int, only_class: bool, sweeps: int, seed: int, flow: Flow)
     B, size = len(x), x[0, :1].numel() if only_class else x[0].numel()
     generator = torch.Generator().manual_seed(seed)
     first = torch.randn(size, count, generator=generator, dtype=torch.float64)  # the same for every image
-    Q = torch.linalg.qr(first)[0].to(x).expand(B, size, count)
+    Q = torch.linalg.qr(first)[0].to(x).expand(B, -1, -1)
     last = residual = torch.full((B,), math.nan, dtype=torch.float64)  # on the CPU: not every device has float64
     turning = torch.ones(B, dtype=torch.bool)
     for i in range(sweeps):
@@ -106,7 +107,7 @@ def _without_shifts(flow: Flow) -> Flow:
         return flow
     spread = x.flatten(1).std(dim=1)
     spread = spread.where(spread.isfinite() & (spread > 0), 1.)  # else any length will do
-    shift = noise(x[..., :1], torch.Generator().manual_seed(0)) * along(spread, x)
+    shift = noise(x[..., :1]) * along(spread, x)
     for step, (before, after) in zip(flow.maps, pairwise(flow.states()), strict=True):
         missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
         if (missed > (0.05 if torch.finfo(x.dtype).bits == 16 else 1e-3)).any():  # what rounding may lose
@@ -174,7 +175,7 @@ def lipschitz_constants(
     iterations = integer(1)('iterations', iterations)
 
     def measure(flow: Flow) -> LipschitzConstants:
-        vector = noise(flow.start, torch.Generator().manual_seed(0))
+        vector = noise(flow.start)
         values = []
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states()[:-1], strict=True):
             J, moved = Jacobian(step, x), vector
@@ -184,7 +185,7 @@ def lipschitz_constants(
                 vector = J.pull(moved) - moved
             vector = torch.nan_to_num(vector)
             values.append(norms(moved) / h)
-        return LipschitzConstants(torch.stack(values, 1), flow.clock(last=-1))
+        return LipschitzConstants(torch.stack(values, 1), flow.clock()[:-1])
     return over_images(measure, model, images, batch_size)
 
 
@@ -209,11 +210,12 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
         >>> print(norms['attn.proj.weight'])
     """
     odes = find_ode_blocks(model)
-    blocks: list[Any] = [phase for ode in odes for phase in ode.shared.phases] or list(getattr(model, 'blocks', ()))
+    blocks: list[Any] = [phase for ode in odes for phase in ode.shared.phases] or [
+        block for site in find_stages(model) for block in site.blocks]
     values: dict[str, float] = {}
     for i, block in enumerate(blocks):
         for name, p in block.named_parameters():
-            if p.ndim != 2 or 'bias' in name:  # tables of position bias are no maps
+            if p.ndim != 2 or 'bias' in name or '_pos' in name:  # tables of position bias are no maps
                 continue
             label = name.replace('.base_layer.', '.').removeprefix('block.')  # in which peft holds what it wraps
             label = label if len(blocks) == 1 else f'blocks.{i}.{label}'

@@ -102,7 +102,7 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
     """
     def measure(flow: Flow) -> AttentionOverTime:
         steps: list[list[Tensor]] = []
-        through: Any = None
+        through = None
         for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
             mean = heads.mean(dim=1)
             mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
@@ -111,5 +111,5 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
                 *(rows[:, 0] if flow.class_token else rows.mean(dim=1) for rows in (mean, through)),
                 log_softmax_bound(heads).amax(dim=-1).exp()])
         attention, rollout, bound = (torch.stack(column, dim=1) for column in zip(*steps, strict=True))
-        return AttentionOverTime(attention, rollout, bound, flow.clock(last=-1), flow.prefix)
+        return AttentionOverTime(attention, rollout, bound, flow.clock()[:-1], flow.prefix)
     return over_images(measure, model, images, batch_size)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..data.batches import read_batches
 from ..data.preprocessing import check_labels
 from ..hooks import evaluating, watch_blocks
-from ..ode.blocks import find_ode_blocks
+from ..ode.blocks import the_ode
 from ..ode.halting import entropy
 from ..ode.methods import METHODS
 from ..settings import number
@@ -88,7 +88,7 @@ class Halting:
 
     def apply_(self, model: nn.Module) -> None:
         """Turn halting on, in place: the settings are saved with the model."""
-        blocks = _blocks(model)
+        blocks = the_ode(model)
         blocks.config = replace(blocks.config, halting='entropy', halting_threshold=self.threshold)
 
     def __str__(self) -> str:
@@ -116,10 +116,9 @@ def calibrate_halting(
         >>> found = calibrate_halting(student, loader, max_drop=0.005)
         >>> print(found)
         >>> found.apply_(student)
-
     """
     max_drop = number(0., 1.)('max_drop', max_drop)
-    blocks = _blocks(model)
+    blocks = the_ode(model)
     replace(blocks.config, halting='entropy')  # refuses an adaptive method
     if blocks.readout is None or blocks.after or getattr(model, 'num_classes', 0) < 2:
         raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, or '
@@ -168,11 +167,3 @@ def _thresholds(scores: Tensor) -> list[float]:
     finite = scores[scores.isfinite()].unique()
     between = torch.cat([(finite[:-1] + finite[1:]) / 2, 1.01 * finite[-1:] + 1e-6])
     return [0., *between[torch.linspace(0, len(between) - 1, min(THRESHOLDS, len(between))).long()].tolist()]
-
-
-def _blocks(model: Any) -> Any:
-    stages = find_ode_blocks(model)
-    if len(stages) != 1:
-        raise TypeError(f'Halting needs an ODE-ViT with one sequence of blocks; this {type(model).__name__} has '
-                        f'{len(stages)}.')
-    return stages[0]

@@ -1,10 +1,9 @@
 """Passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic
+from typing import Any, Generic
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
@@ -21,7 +20,7 @@ NO_CLASS = -1  # the class of an image whose outputs are not finite, which is ne
 def passes(
         model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], *,
         steps: int | Sequence[int] | None, teacher: nn.Module | None, others: Any = None, labels: bool = True,
-        amp_dtype: torch.dtype | None = None, progress: bool = False,
+        amp_dtype: torch.dtype | None, progress: bool,
 ) -> Iterator[tuple[dict[str, Any], str, list[Tensor], list[Tensor]]]:
     """Run one or two data sets through the teacher, if any, and through a model with each number of steps.
 
@@ -51,9 +50,10 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
-    if not np.size(steps):
+    counts = dict.fromkeys(steps if isinstance(steps, Iterable) else [steps])
+    if not counts:
         raise ValueError('steps is empty. Give some, or None.')
-    return [(f'{count} steps', with_steps(model, count)) for count in dict.fromkeys(np.atleast_1d(steps).tolist())]
+    return [(f'{count} steps', with_steps(model, count)) for count in counts]
 
 
 def _run(
@@ -80,7 +80,7 @@ def _run(
     about: dict[str, Any] = dict(steps=None, nfe=None, images=len(marks), parameters=count_parameters(model))
     if stages:
         nfe = evaluations / len(marks)
-        about.update(steps=sum(ode.steps for ode in stages), nfe=int(nfe) if nfe == int(nfe) else nfe)
+        about.update(steps=sum(ode.steps for ode in stages), nfe=(int(nfe) if nfe == int(nfe) else nfe) or None)
     return [about, marks, *columns]
 
 
@@ -92,8 +92,6 @@ class _Measured:
     parameters: int
     images: int
 
-    COLUMNS: ClassVar[tuple[tuple[str, str, int], ...]] = ()  # field, heading and digits
-
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Measured):
@@ -104,6 +102,7 @@ class Result(_Measured):
     agreement: float | None  # share of images whose top-1 class is the teacher's, in percent
     kept: float | None  # share of the teacher's top-1 accuracy, in percent
 
+    # field, heading and digits
     COLUMNS = (('top1', 'top-1 %', 2), ('top5', 'top-5 %', 2), ('loss', 'loss', 4), ('agreement', 'agreement %', 1),
                ('kept', 'kept %', 1))
 

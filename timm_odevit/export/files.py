@@ -65,8 +65,8 @@ def export_model(
             ((int8 or bits or any_steps) and format != 'onnx',
              f'A .{format} has no int8, no other bits and fixed steps. Give a file that ends in .onnx.'),
             (bits not in (None, 4), f'bits={bits} is not offered. Give 4, or None.'),
-            ((bits or any_steps) and dtype != torch.float32,
-             f'4 bits and any_steps are made of float32; got {dtype}. Call model.float() first.'),
+            ((int8 or bits or any_steps) and dtype != torch.float32,
+             f'int8, 4 bits and any_steps are made of float32; got {dtype}. Call model.float() first.'),
             (any_steps and (len(odes) != 1 or odes[0].config.halting),
              'any_steps=True (--any-steps) needs an ODE-ViT with one sequence of blocks, and no halting.'),
             (format == 'onnx' and dtype not in (torch.float32, torch.float16),
@@ -79,10 +79,11 @@ def export_model(
     if missing := [name for name in packages if find_spec(name) is None]:
         raise ImportError(f"{format} needs {' and '.join(missing)}. Type: pip install {' '.join(missing)}")
     copied = copy.deepcopy(model).eval().requires_grad_(False)
+    getattr(copied, 'set_grad_checkpointing', bool)(False)
     if format in ('onnx', 'html'):
         copied.cpu()
     images = torch.zeros(2, *data_config(model)['input_size'], dtype=dtype, device=next(copied.parameters()).device)
-    about: Any = {**metadata(model), 'int8': int8, 'bits': bits, 'timm_odevit': __version__}
+    about = {**metadata(model), 'int8': int8, 'bits': bits, 'timm_odevit': __version__}
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     forms = dict(int8=int8, bits=bits, any_steps=any_steps) if format == 'onnx' else {}
     with staged(path.parent, path.name) as aside:
@@ -113,7 +114,7 @@ def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[
             options = onnxruntime.SessionOptions()
             options.intra_op_num_threads, options.log_severity_level = torch.get_num_threads(), 3
             session = onnxruntime.InferenceSession(path, options, providers=['CPUExecutionProvider'])
-            about: Any = session.get_modelmeta().custom_metadata_map
+            about = session.get_modelmeta().custom_metadata_map
             dtype = getattr(torch, session.get_inputs()[0].type[7:-1])  # of 'tensor(...)'
             if steps is not None and session.get_overridable_initializers():
                 own['steps'] = np.array(steps)
@@ -125,7 +126,7 @@ def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[
             module, like, about = program.module(), next(program.parameters()), json.loads(extra[METADATA])
 
             def run(images: Tensor) -> Tensor:
-                return module(images.to(like))  # type: ignore[no-any-return]
+                return module(images.to(like))
         about = {key: json.loads(value) for key, value in about.items()}
         about['images'] = {key: about[key] for key in PREPARED}
     except Exception as e:

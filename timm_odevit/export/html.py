@@ -23,9 +23,9 @@ from ..quantization import is_rounded, packed
 # what page.html computes, or what does nothing there
 MODULES = (
     VisionTransformer, Block, layers.Attention, layers.LayerNorm, layers.LayerScale, layers.Mlp, layers.PatchEmbed,
-    layers.DropPath, layers.PatchDropout, nn.Conv2d, nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm, nn.Linear,
-    nn.ModuleList, nn.Sequential, OdeBlocks, Solver, Euler, LieTrotter, CenterNorm, LipschitzField, NativeField,
-    PiecewiseField)
+    layers.DropPath, layers.GELU, layers.PatchDropout, nn.Conv2d, nn.Dropout, nn.GELU, nn.Identity, nn.LayerNorm,
+    nn.Linear, nn.ModuleList, nn.Sequential, OdeBlocks, Solver, Euler, LieTrotter, CenterNorm, LipschitzField,
+    NativeField, PiecewiseField)
 LAYERS = ('cls_token reg_token pos_embed patch_embed.proj norm_pre norm fc_norm head '
           'norm1 qkv q_norm k_norm proj ls1 norm2 fc1 fc2 ls2').split()
 
@@ -33,7 +33,7 @@ LAYERS = ('cls_token reg_token pos_embed patch_embed.proj norm_pre norm fc_norm 
 def write_html(model: Any, _: Tensor, path: Path, about: dict[str, str]) -> None:
     """Write a classifier, in eval mode on the CPU, as a page; ValueError for one that it cannot run."""
     model.float()
-    page: Any = {key: json.loads(value) for key, value in about.items()}
+    page = {key: json.loads(value) for key, value in about.items()}
     if found := next(_obstacles(model, page), None):
         raise ValueError(
             f"A page cannot run this model: {found}. It runs timm's VisionTransformer, converted (lie_trotter, euler) "

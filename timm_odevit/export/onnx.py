@@ -49,15 +49,15 @@ Unpack (pairs, scale, shape) => (values)
 
 
 def write_onnx(
-        model: nn.Module, images: Tensor, path: Path, about: dict[str, str], int8: bool = False,
-        bits: int | None = None, any_steps: bool = False,
+        model: nn.Module, images: Tensor, path: Path, about: dict[str, str], int8: bool, bits: int | None,
+        any_steps: bool,
 ) -> None:
     """Write a model to a file; its steps are taken out of it if their number is to be an input."""
     import onnx
     groups, loops = _groups_of(model) if bits else {}, list[Any]()
     if any_steps:
         ode, = find_ode_blocks(model)
-        K, (steps, state) = ode.steps, _take_steps_out(model, images)
+        K, (steps, state) = ode.steps, _take_steps_out(model, ode, images)
         loops = [_stored(proto(_AnyLength(step), 'y', x=state, h=torch.tensor(1.)), int8, groups) for step in steps]
     whole = _stored(proto(model, 'output', images=images), int8, groups)
     if any_steps:
@@ -99,11 +99,14 @@ def _stored(model: Any, int8: bool, groups: dict[Any, tuple[Coded, Tensor]]) -> 
     from onnx import helper, numpy_helper
     known: dict[str, tuple[Coded, Tensor]] = {}
     if int8:
+        from onnxruntime.quantization.onnx_model import ONNXModel
         model = _folded(model)
+        ONNXModel(model).replace_gemm_with_matmul()  # renames what it transposes, in a way of each version
     for tensor in model.graph.initializer if groups else ():
         weight = torch.from_numpy(numpy_helper.to_array(tensor).copy())
-        if is_rounded(weight):  # what was folded is in none of the groups
-            known[tensor.name] = found = groups.get((weight.numpy().tobytes(), weight.shape)) or _pair(weight)
+        found = groups.get((weight.numpy().tobytes(), weight.shape))
+        if found or is_rounded(weight):  # what was folded is in none of the groups
+            known[tensor.name] = found = found or _pair(weight)
             tensor.CopyFrom(numpy_helper.from_array(found[1].contiguous().numpy(), tensor.name))
     if int8:
         model = _in_int8(model, rest=not groups)
@@ -172,11 +175,10 @@ def _in_int8(model: Any, rest: bool) -> Any:
     """The model with linear layers that compute in int8; the `rest` of the large weights is stored so, too."""
     import onnx
     from onnxruntime.quantization import quantize_dynamic
-    kind = model.graph.input[0].type.tensor_type.elem_type
     with tempfile.TemporaryDirectory() as folder:
         # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
         quantize_dynamic(model, f'{folder}/model.onnx', op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True,
-                         per_channel=True, extra_options={'DefaultTensorType': kind})
+                         per_channel=True, extra_options={'DefaultTensorType': onnx.TensorProto.FLOAT})
         model = onnx.load(f'{folder}/model.onnx')
     if rest:
         _round_initializers(model.graph)
@@ -194,7 +196,7 @@ class _AnyLength(nn.Module):
     def forward(self, x: Tensor, h: Tensor) -> Tensor:
         step = copy.copy(self.step)
         step.h = h.item()  # type: ignore[assignment]
-        return step.advance(x, self.field.context((), {}, self.field.fold()))  # type: ignore[no-any-return]
+        return step.advance(x, self.field.context((), {}, self.field.fold()))
 
 
 class _Solve(nn.Module):
@@ -208,9 +210,8 @@ class _Solve(nn.Module):
         return torch.onnx.ops.symbolic(f'{DOMAIN}::Solve', [x], dtype=x.dtype, shape=x.shape)
 
 
-def _take_steps_out(model: nn.Module, images: Tensor) -> tuple[list[Step], Tensor]:
+def _take_steps_out(model: nn.Module, ode: Any, images: Tensor) -> tuple[list[Step], Tensor]:
     """Put one node in the place of a model's steps; a step for each span, as long as this, and a state."""
-    ode, = find_ode_blocks(model)
     caught: list[Any] = []
     spans = [ode.t, *(t for t in ode.shared.borders if ode.t + 1e-6 < t < ode.end - 1e-6)]
     ode.config = replace(ode.config, steps=len(spans))

@@ -1,1 +1,0 @@
-"""Vision transformers of other libraries: turned into timm models, and put back."""

@@ -16,11 +16,11 @@ from ..hooks import evaluating, on_meta, watch_blocks
 from ..settings import one_line
 
 _SIZES = {192: 'tiny', 384: 'small', 768: 'base', 1024: 'large', 1280: 'huge'}  # timm's names of widths
-# parts of the names of tensors, theirs and timm's; torchvision before 0.14 has linear_1 and linear_2
+# parts of the names of tensors, theirs and timm's
 _TORCHVISION = {
     'class_token': 'cls_token', 'encoder.pos_embedding': 'pos_embed', 'encoder.ln': 'norm',
     'conv_proj': 'patch_embed.proj', 'ln_1': 'norm1', 'ln_2': 'norm2', 'self_attention.in_proj_': 'attn.qkv.',
-    'self_attention.out_proj': 'attn.proj', 'mlp.0': 'mlp.fc1', 'mlp.3': 'mlp.fc2', 'mlp.linear_': 'mlp.fc'}
+    'self_attention.out_proj': 'attn.proj', 'mlp.0': 'mlp.fc1', 'mlp.3': 'mlp.fc2'}
 _OPEN_CLIP = {
     'class_embedding': 'cls_token', 'positional_embedding': 'pos_embed', 'conv1': 'patch_embed.proj',
     'transformer.resblocks.': 'blocks.', 'ln_pre': 'norm_pre', 'ln_1': 'norm1', 'ln_2': 'norm2', 'in_proj_': 'qkv.',
@@ -55,7 +55,7 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
         >>> vit = from_torchvision(torchvision.models.vit_b_16())
         >>> done = convert_(vit)
     """
-    host: Any = unwrap_model(vit)
+    host = unwrap_model(vit)
     if type(host) is not tv.VisionTransformer:  # a subclass may compute anything; timm has a namesake
         raise _unexpected('from_torchvision', host, "torchvision's VisionTransformer, no subclass")
     conv, layers = host.conv_proj, dict(host.encoder.layers.named_children())
@@ -100,7 +100,7 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
         >>> tower = from_open_clip(clip)
         >>> embedding = tower(images)
     """
-    host: Any = unwrap_model(model)
+    host = unwrap_model(model)
     host = unwrap_model(getattr(host, 'visual', host))
     if type_of(host) != 'open_clip.transformer.VisionTransformer':
         raise _unexpected('from_open_clip', host, "open_clip's own VisionTransformer, or a model with one. Of a "
@@ -137,7 +137,7 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         >>> tower = from_transformers(clip)
         >>> embedding = tower(images)
     """
-    outer: Any = unwrap_model(model)
+    outer = unwrap_model(model)
     host = outer.vision_model if kind_of(outer) in HOLDERS else outer
     kind = kind_of(host)
     if kind not in _TOWERS:
@@ -163,7 +163,7 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
         return [pooled if projection is None else projection(pooled)]
     return _build(
         host, _TOWERS[kind], state, embedding,
-        dict(mean=tuple(mean), std=tuple(std), interpolation='bicubic', crop_pct=1.0,
+        dict(mean=mean, std=std, interpolation='bicubic', crop_pct=1.0,
              crop_mode='center' if clip else 'squash'),
         img_size=cfg.image_size, num_heads=cfg.num_attention_heads, global_pool='token' if clip else 'map',
         act_layer={'gelu_pytorch_tanh': 'gelu_tanh'}.get(cfg.hidden_act, cfg.hidden_act),

@@ -44,8 +44,8 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         >>> embedding = clip.encode_image(images)
         >>> put.restore()
     """
-    program: Any = unwrap_model(model)
-    visual: Any = unwrap_model(getattr(program, 'visual', None))
+    program = unwrap_model(model)
+    visual = unwrap_model(getattr(program, 'visual', None))
     if kind_of(program) in HOLDERS:
         modules = _in_transformers(program, tower)
     elif type_of(visual) in _OPEN_CLIP and not getattr(visual, 'output_tokens', False):
@@ -64,7 +64,7 @@ def _check_width(tower: Any, needed: int) -> None:
 
 
 def _width(tower: Any) -> int:
-    return tower.num_classes or int(getattr(tower, 'head_hidden_size', tower.num_features))  # some heads widen them
+    return tower.num_classes or getattr(tower, 'head_hidden_size', tower.num_features)  # some heads widen them
 
 
 def _in_open_clip(old: Any, tower: Any) -> nn.Module:

@@ -40,9 +40,8 @@ class OdeBlocks(nn.Module):
     solver: Any
 
     def __init__(
-            self, shared: Field, config: OdeConfig, feature: dict[str, Any] | None = None, t: float = 0.,
-            before: Sequence[nn.Module] = (), after: Sequence[nn.Module] = (), readout: Readout | None = None,
-            num_prefix_tokens: int = 0,
+            self, shared: Field, config: OdeConfig, feature: dict[str, Any] | None, t: float,
+            before: Sequence[nn.Module], after: Sequence[nn.Module], readout: Readout | None, num_prefix_tokens: int,
     ) -> None:
         super().__init__()
         self.shared, self.t, self.readout, self.num_prefix_tokens = shared, t, readout, num_prefix_tokens
@@ -224,6 +223,14 @@ def find_ode_blocks(model: nn.Module) -> list[OdeBlocks]:
     if not isinstance(model, nn.Module):
         raise TypeError(f'Expected a timm model; got {shown(model)}. Build it with timm.create_model.')
     return [module for module in model.modules() if isinstance(module, OdeBlocks)]
+
+
+def the_ode(model: nn.Module) -> Any:
+    """Its only OdeBlocks, or TypeError."""
+    odes = find_ode_blocks(model)
+    if len(odes) != 1:
+        raise TypeError(f'Give an ODE-ViT with one sequence of blocks; this {type(model).__name__} has {len(odes)}.')
+    return odes[0]
 
 
 def count_parameters(model: nn.Module) -> int:

@@ -27,10 +27,7 @@ def _method(name: str, value: Any) -> str:
 def _steps(name: str, value: Any) -> Any:
     if isinstance(value, (list, tuple)) and value:
         return tuple(_steps(name, steps) for steps in value)
-    value = integer(1, none='the number of converted layers')(name, value)
-    if value is not None and value > LARGEST_STEPS:
-        raise ValueError(f'{name} must be at most {LARGEST_STEPS:,}; got {value}.')
-    return value
+    return integer(1, none='the number of converted layers', most=LARGEST_STEPS)(name, value)
 
 
 def _blocks(name: str, value: Any) -> Any:
@@ -54,7 +51,7 @@ class OdeConfig(Settings):
         steps: Number K of steps on [0, T], or of the states that an adaptive method reports; None for the number of
             converted layers; one number per stage for a model with stages (Swin).
         T: End time, in blocks of the base model; None for the number of converted layers.
-        phases: Number P of shared blocks, one per span of consecutive layers, all of one length; K is at least P.
+        phases: Number P of shared blocks, one per span of consecutive layers; K is at least P.
         init: Initial weights: 'mean' of the blocks that a shared block replaces; or 'spectral', random, each matrix
             with spectral norm 1.
         blocks: First and last layer to convert, such as (3, 9); None for all.
@@ -62,8 +59,8 @@ class OdeConfig(Settings):
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
         tokens: Share of the patch tokens left at T: between steps, similar ones are merged, so their number falls
             linearly in t. Needs plain attention (no windows, RoPE or position bias).
-        halting: 'entropy' lets an image leave the batch before the last step, in eval mode, if no step has a hook;
-            None for no halting.
+        halting: 'entropy' lets an image leave the batch before the last step, in eval mode, if no step has a hook and
+            the model does not call its blocks one by one, as BEiT and EVA do; None for no halting.
         halting_threshold: An image halts once the entropy of its classes, divided by log(classes), is at most this;
             see `calibrate_halting`.
 

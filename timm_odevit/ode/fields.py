@@ -56,8 +56,9 @@ class Field(nn.Module):
         return ''
 
     def context(self, args: Sequence[Any], kwargs: dict[str, Any], weights: list[Tensor] | None = None) -> Context:
-        """Of what a host passes after the state."""
-        return Context({**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
+        """Of what a host passes after the state; or that of OdeBlocks, which makes one for all steps."""
+        return args[0] if args and isinstance(args[0], Context) else Context(
+            {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
 
     def fold(self) -> list[Tensor] | None:
         """What is computed once per forward pass, for `Context.weights`."""

@@ -31,8 +31,7 @@ class Step(nn.Module):
         self.__dict__['field'] = field.select(self.t) if len(field.phases) > 1 else field
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        ready = len(args) == 1 and isinstance(args[0], Context)  # from OdeBlocks, which makes one for all steps
-        context = args[0] if ready else self.field.context(args, kwargs)
+        context = self.field.context(args, kwargs)
         if self.merging is None:
             return self.advance(x, context)
         x, context = self.merging.enter(self.t, x, context)

@@ -27,7 +27,7 @@ class Solver(nn.ModuleList):
             super().__init__(METHODS[config.method](field, start, h, merging) for start, h in grid)
 
 
-def layout(config: OdeConfig, borders: Sequence[float], t: float = 0.) -> list[tuple[float, float]]:
+def layout(config: OdeConfig, borders: Sequence[float], t: float) -> list[tuple[float, float]]:
     """Start and length of the K steps on [t, t + T], which cross no border of two spans.
 
     Each span has a step; then one more goes where steps are longest, to the first of equals.

@@ -2,16 +2,14 @@
 from collections.abc import Mapping
 from functools import partial
 from types import MethodType
-from typing import Any, TypeVar
+from typing import Any
 
-from torch import nn
-
-Module = TypeVar('Module', bound=nn.Module)
+from .fields import Module
 
 
 def shallow_copy(module: Module) -> Module:
     """A module of the same class with the same settings, hooks and tensors, but submodules that can be replaced."""
-    twin: Any = object.__new__(type(module))
+    twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
     if 'forward' in module.__dict__:
         twin.__dict__.update(_rebound(module, module, twin))

@@ -16,7 +16,6 @@ from ..ode.blocks import count_parameters, find_ode_blocks
 
 _COST = ('K evaluations of shared blocks cost what K blocks cost: they have fewer parameters than a plain transformer, '
          'not less compute.')
-_COLUMNS = ('model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %')
 
 
 def model_card(
@@ -94,7 +93,7 @@ def _about(model: nn.Module) -> str:
 
 
 def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Sequence[int]) -> str:
-    rows = [list(_COLUMNS)]
+    rows = [['model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %']]
     for r in results:
         steps = f"**{r['steps']}**" if r['steps'] in trained_at else str(r['steps'] or '-')
         mark = ' (as saved)' if own and r['steps'] == own else ''

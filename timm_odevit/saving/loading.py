@@ -22,7 +22,7 @@ _CALLER = ('cache_dir', 'checkpoint_path', 'custom_load', 'hf_hub_filename', 'kw
            'pretrained_strict', 'state_dict', 'url')
 
 
-def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None = None) -> str | None:
+def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None) -> str | None:
     """The safetensors file with a model's weights, downloaded if necessary; None if timm finds the weights itself."""
     source, file, repo = cfg.get('source') or '', str(cfg.get('file') or ''), str(cfg.get('hf_hub_id') or '')
     path = Path(str(cfg.get('hf_hub_filename') or WEIGHTS))

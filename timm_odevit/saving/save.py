@@ -110,7 +110,7 @@ def push_to_hub(
     with tempfile.TemporaryDirectory() as temporary:
         made = isinstance(model, nn.Module)
         folder = save_pretrained(model, Path(temporary, 'model')) if isinstance(model, nn.Module) else Path(model)
-        saved: Any = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # which may refuse it
+        saved = timm.create_model(f'local-dir:{folder}', pretrained=True).eval()  # which may refuse it
         if made:
             card = model_card(f'hf-hub:{repo_id}', saved, results=results, dataset=dataset, license=license)
             (folder / CARD).write_text(card, encoding='utf-8')

@@ -105,9 +105,9 @@ def _files(
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         for candidate in chosen:
             like = next(candidate.model.parameters())
-            onnx = like.device.type == 'cpu' and like.dtype in (torch.float32, torch.float16) and all(
+            onnx = like.device.type == 'cpu' and like.dtype == torch.float32 and all(
                 map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
-            if (onnx or not candidate.int8) and (like.dtype == torch.float32 or not candidate.bits):
+            if onnx or not candidate.int8:
                 progress(f'measuring {candidate.name}')
                 key, suffix = id(candidate.model), '.onnx' if onnx else '.pt2'
                 if key not in exported:
@@ -120,6 +120,7 @@ def _files(
                         notes.append(f'{candidate.name}: {one_line(e)}')
                 if (whole := exported[key]) is not None:
                     path = folder / (candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_') + suffix)
+                    path.with_suffix('.pt2' if onnx else '.onnx').unlink(missing_ok=True)  # of an earlier verdict
                     if candidate.int8:
                         rewrite(whole, path, candidate.model, candidate.bits)
                     else:

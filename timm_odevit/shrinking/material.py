@@ -89,17 +89,19 @@ class Material(NamedTuple):
 def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = False) -> Material:
     """Read images, in any form that `shrink` takes; raises TypeError or ValueError for what it cannot take."""
     host, (model,) = model, without_classifiers(model) if embedding else (model,)
-    classes: Any = getattr(model, 'num_classes', 0)
+    classes = getattr(model, 'num_classes', 0)
     if classes == 1:
         raise ValueError('The model has one output (num_classes=1), with which every student would agree. Give a model '
                          'with classes or embeddings.')
+    if next(model.parameters()).dtype == torch.float16:
+        raise ValueError('Training needs more precision than float16. Call model.float() first.')
     try:
         base = DEFAULT
         check_convertible(model)
     except ValueError:  # its blocks cannot be split into attention and MLP
         base = replace(DEFAULT, method='euler')
         check_convertible(model, base)
-    architecture, args, _ = describe(model)  # refuses what cannot be saved
+    built = describe(model)[:2]  # refuses what cannot be saved
     known = held_out_of(model)
     data = read_data(source, model, DataConfig(batch_size=BATCH), labels=False if embedding else None,
                      held_out=HELD_OUT, judging=0. if test is not None else min(HELD_OUT / 2, known or HELD_OUT / 2))
@@ -117,14 +119,14 @@ def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = F
         if right < max(LEAST_RIGHT, 1. / classes + 2. * (1. / classes * (1. - 1. / classes) / len(labels)) ** 0.5):
             measure, why = 'agreement', f'the model gets only {100 * right:.1f} % right, so they are not its classes'
     if measure != 'accuracy':
-        data = replace(data, train=Mapped(data.train, unlabelled))
+        data = replace(data, train=Mapped(data.train, unlabelled), classes=None)
 
     def held(images: Tensor, labels: Tensor) -> Held:
         outputs = _outputs(model, images)
         answers = labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1)
         return Held(images, answers, outputs, measure)
     seen = not known and data.held_out > 0 and test is None and measure == 'accuracy'
-    return Material(model, (architecture, args), base, data, held(images, labels), held(*judging),
+    return Material(model, built, base, data, held(images, labels), held(*judging),
                     held(*data.sample('train', len(judging[0]))), why, seen)
 
 

@@ -25,11 +25,11 @@ from ..ode.config import OdeConfig
 from ..saving.save import copy_model
 from ..settings import number
 from ..training.config import BEST, HISTORY, LAST, MINUTES, RECIPE, RUN, START
-from ..training.fit import check_unused
+from ..training.fit import check_same, check_unused
 from ..training.loop import score_of
 from ..training.recipe import Recipe
 from ..training.run import train
-from ..training.stages import check_about, read_run
+from ..training.stages import read_run
 from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
@@ -93,9 +93,9 @@ def shrink(
         material = prepare(images, model, test, embedding)
         asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': material.data.sha256(),
                  'size': size, 'keep': keep, 'embedding': embedding}
-        check_about(folder, asked)
-        say(str(material))
         plan = read_run(folder)
+        check_same(str(folder), plan or asked, asked)
+        say(str(material))
         minutes = plan.get('minutes', 60.) if minutes is None else minutes
         config = OdeConfig.from_args(plan['ode'], 'shrink') if plan else suitable_settings(
             material, size, keep, minutes, progress)
@@ -133,7 +133,7 @@ def shrink(
         verdict = Verdict(
             rows=tuple(rows), measure=material.judging.measure, keep=keep or 0.95, images=len(material.judging.images),
             about=(str(material), *about, *notes), outlook=_outlook(trained['student'], material, folder / 'student'),
-            machine=f'{processor()}, {torch.get_num_threads()} threads')
+            machine=f'{processor(next(model.parameters()))}, {torch.get_num_threads()} threads')
         by_name = {row.name: row for row in verdict.rows}
         for row, by in zip(verdict.rows, verdict.beaten, strict=True):
             better = by_name.get(by, row)

@@ -1,1 +1,0 @@
-"""Teach a shared block to follow a pretrained model."""

@@ -68,7 +68,7 @@ def _number_of_steps(name: str, k: Any) -> int | str:
     if isinstance(k, str) and k.endswith('%'):
         number(0., 10_000., open='(')(name, float(k[:-1]))
         return k
-    return int(integer(1, most=LARGEST_STEPS)(name, k))
+    return integer(1, most=LARGEST_STEPS)(name, k)
 
 
 def _of_update(name: str, k: Any) -> Any:
@@ -78,7 +78,7 @@ def _of_update(name: str, k: Any) -> Any:
 def _steps(name: str, value: Any) -> Any:
     allowed = (f"a list of whole numbers from 1 to {LARGEST_STEPS:,}, of shares such as '50%', or of several of them "
                'for an update, such as [[6, 1], [6, 3]]')
-    return None if value in (None, [], ()) else many(_of_update, allowed)(name, value)
+    return None if value is None else many(_of_update, allowed)(name, value) or None
 
 
 @dataclass(frozen=True, repr=False)

@@ -71,11 +71,11 @@ def fit(
     asked = {**asdict(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}
     del asked['epochs'], asked['compile']  # which may change when the run is resumed
     plan: dict[str, Any] = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
-    state: Any = None
+    state = None
     with alone_in(folder), random_states_kept(device), ExitStack() as stack:
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
-            check_unused(folder, resume, folder / LAST)
+            check_unused(folder, resume, folder / BEST)
             if (folder / LAST).exists():
                 state = _read_state(folder / LAST, device, asked)
                 history, plan = state['history'], state['plan']
@@ -166,7 +166,7 @@ def _load_state(state: dict[str, Any], trainer: Trainer, where: str) -> None:
     trainer.scaler.load_state_dict(state['scaler'])
 
 
-def count_updates(train_loader: Any, accumulate: int = 1) -> int:
+def count_updates(train_loader: Any, accumulate: int) -> int:
     """Updates per pass over the data; ValueError if there is none."""
     updates = len(train_loader) // accumulate
     if updates < 1:

@@ -10,7 +10,6 @@ from itertools import count, islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.task import TrainingTask
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from ..convert.block_kinds import find_stages
 from ..data.batches import set_epoch
 from ..data.preprocessing import check_labels
-from ..distributed import over_processes, rank_and_world
+from ..distributed import in_first_process, over_processes, rank_and_world
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import AMP_DTYPES, autocast, check_images, described
@@ -62,7 +61,7 @@ class Trainer:
             self.optimizer, sched=config.sched, num_epochs=config.epochs or 1, step_on_epochs=False,
             decay_epochs=10 ** 9,  # of 'step', which is a constant rate here
             warmup_epochs=config.warmup_epochs,  # type: ignore[arg-type]
-            warmup_lr=config.min_lr, min_lr=config.min_lr, updates_per_epoch=updates)[0]
+            warmup_lr=config.min_lr, min_lr=min(config.min_lr, config.lr), updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)
         self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
@@ -78,14 +77,13 @@ class Trainer:
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
             raise FloatingPointError(
                 f'The weights are not finite after epoch {epoch + 1}. Lower lr, or use no float16.')
-        if val_loader is not None and self.rank == 0:
-            with rounded(self.chosen, self.config.bits):
-                record.update(validate(self.task, self.chosen, val_loader, self.dtype))
-        if self.world > 1:
-            records = [record]
-            dist.broadcast_object_list(records)  # the others also wait here while the first validates
-            record = records[0]
-        return record
+
+        def validated() -> dict[str, float]:
+            if val_loader is not None:
+                with rounded(self.chosen, self.config.bits):
+                    record.update(validate(self.task, self.chosen, val_loader, self.dtype))
+            return record
+        return in_first_process(validated)  # the others wait here
 
     def train(self, epoch: int, done: Callable[[], Any]) -> dict[str, float]:
         """Returns the learning rate and the mean of each part of the loss."""
@@ -182,7 +180,7 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
     if not embedding and getattr(task, 'labelled', True):
         top = evaluate(model, loader, amp_dtype=dtype).results[-1]
         return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
-    result: Any = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
+    result = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
     measures = ('cosine', 'error', 'neighbours') if embedding else ('error',)
     return {f'val_{key}': getattr(result, key) for key in measures if getattr(result, key) is not None}
 
@@ -217,7 +215,8 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
     try:
         images, labels = batch
         check_images(images)
-        criterion = None if getattr(task, 'embedding', False) else getattr(task, 'criterion', None)
+        known = getattr(task, 'labelled', True) and not getattr(task, 'embedding', False)
+        criterion = getattr(task, 'criterion', None) if known else None
         if criterion is not None and labels.ndim == 1 and not labels.is_floating_point():  # others stop a GPU
             ignored = labels == getattr(criterion, 'ignore_index', -100)
             check_labels(labels.masked_fill(ignored, 0), getattr(models_of(task)['model'], 'num_classes', None))

@@ -7,7 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_stages
+from ..convert.block_kinds import find_stages, prefix_tokens
 from ..hooks import evaluating, state_at, watch_blocks
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from .config import LossConfig
@@ -59,13 +59,15 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
               for part in ('trajectory', 'kd')),
             (weights['task'] > 0 and (config.embedding or student.num_classes == 0),
              'task_weight compares classes, but the outputs are embeddings. Set it to 0.'),
+            (weights['trajectory'] and not (config.patch_weight or (one and prefix_tokens(student))),
+             f'patch_weight is 0, but {name} has no other tokens. Set it above 0.'),
             (config.patch_drop and (not one or not all(
                 isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
                 for model in (student, teacher))),
              f'patch_drop needs a teacher, and models that run on some of their patches, unlike {name}. Set it to 0.'),
             ((weights['jasmin'] or config.exits) and not one,
              f'jasmin_weight and exits need one sequence of tokens, prefix tokens first, but {name} has none.'),
-            (config.exits and odes[0].readout is None,
+            (config.exits and (odes[0].readout is None or odes[0].after),
              f'exits apply the final norm and the head to earlier states, which does not work for {name}.'),
             (weights['jasmin'] and not all(ode.shared.has_attention_maps for ode in odes),
              "jasmin_weight needs timm's plain attention (no windows, RoPE or position bias), which the blocks of "
@@ -125,7 +127,7 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
         with evaluating(teacher), watch_blocks([find_stages(teacher)[0].blocks]) as seen:
             teacher(batch)
         path = [state.flatten(1) for state in seen[0][0]]
-        moved.append(torch.stack([(b - a).float().norm(dim=1).double().sum() for a, b in pairwise(path)]).cpu())
+        moved.append(torch.stack([(b - a).float().norm(dim=1).cpu().double().sum() for a, b in pairwise(path)]))
         images += len(batch)
     if not moved:
         raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")

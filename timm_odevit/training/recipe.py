@@ -264,4 +264,5 @@ def _change(tree: Any, change: str) -> None:
 def _plain(tree: Any) -> Any:
     if isinstance(tree, dict):
         return {k: _plain(v) for k, v in tree.items()}
+    tree = tree.tolist() if hasattr(tree, 'tolist') else tree  # NumPy's
     return [_plain(v) for v in tree] if isinstance(tree, (list, tuple)) else tree

@@ -14,7 +14,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from ..convert.conversion import convert_
-from ..data.batches import DataConfig, hash_of
+from ..data.batches import DataConfig, Mapped, hash_of, unlabelled
 from ..data.preprocessing import warn_of_other_classes
 from ..data.read import NOTE, classes_of, held_out_of, read_data
 from ..distributed import alone_in, rank_and_world
@@ -22,10 +22,10 @@ from ..files import to_json, write_text
 from ..hooks import lent, random_states_kept
 from ..saving.save import copy_model, describe
 from .config import BEST, HISTORY, MINUTES, RECIPE, FitConfig
-from .fit import check_unused
+from .fit import check_same, check_unused
 from .matching import check_models
 from .recipe import Recipe, prefixed
-from .stages import Run, check_about, read_run
+from .stages import Run, read_run
 
 JUDGED = 3  # batches by which a calibration compares start and end
 
@@ -67,7 +67,7 @@ def train(
         recipe = replace(recipe, ode=None)
     for model in (teacher, student):
         device = device if model is None else next(model.parameters()).device
-    folder, rank = Path(out), rank_and_world()[0]
+    folder, (rank, world) = Path(out), rank_and_world()
     with alone_in(folder), random_states_kept(device), lent(teacher):
         _check_recipe(recipe, teacher, student, folder, resume)
         before = read_run(folder)
@@ -84,11 +84,11 @@ def train(
         names = list(images.classes) if images.classes and not recipe.embeds else None
         if teacher is not None and not recipe.embeds and rank == 0:
             for model in (host, teacher):
-                warn_of_other_classes(model, names, data)
+                warn_of_other_classes(model, names, images.words['train'])
         about = {'limit': limit, 'minutes': minutes, 'data sha256': images.sha256(), **{
             f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
             for name, model in (('teacher', teacher), ('student', student))}}
-        check_about(folder, about)
+        check_same(str(folder), before or about, about)
         if recipe.ode is not None:
             host = copy.deepcopy(host).requires_grad_(True)
             torch.manual_seed(recipe.seed)
@@ -101,7 +101,7 @@ def train(
         host.pretrained_cfg = host.default_cfg = {
             **_named(host, names, keep=teacher is not None),
             'notes': [f'{NOTE}{images.held_out if known is None else min(known, images.held_out):g}']}
-        if rank_and_world()[1] > 1:
+        if world > 1:
             dist.barrier()  # all check the folder before the first process writes to it
         if rank == 0 and not (folder / RECIPE).exists():
             run.write()
@@ -189,8 +189,9 @@ def calibrate_(
     student, device = copy.deepcopy(model), next(model.parameters()).device
     with lent(teacher), random_states_kept(device):
         random_seed(recipe.seed)
-        few = list(islice(data.train, JUDGED))
-        run = Run(recipe, student, teacher, replace(data, val=few))
+        batches = Mapped(data.train, unlabelled)
+        few = list(islice(batches, JUDGED))
+        run = Run(recipe, student, teacher, replace(data, train=batches, val=few))
         history, state = run.train(minutes, progress=progress)
     model.load_state_dict(state)
     return history

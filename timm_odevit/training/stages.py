@@ -24,7 +24,7 @@ from ..ode.blocks import find_ode_blocks
 from ..quantization import rounded
 from ..saving.save import save_pretrained
 from .config import BEST, RUN, START, FitConfig
-from .fit import EPOCHS, check_same, count_updates, fit
+from .fit import EPOCHS, count_updates, fit
 from .loop import score_of, try_one_batch, validate, words_of
 from .matching import check_loss
 from .recipe import PARTS, Recipe, Stage, prefixed
@@ -120,7 +120,7 @@ class Run:
                     tenths = EPOCHS * config.warmup_epochs / (config.epochs or EPOCHS)
                     config = replace(config, epochs=None, minutes=part, warmup_epochs=tenths)
                 self._set_steps(stage)
-                _let_learn(student, stage.names & trainable)
+                _let_learn(student, stage.names)
                 if progress:
                     count = sum(p.numel() for p in student.parameters() if p.requires_grad)
                     print(f"stage {i}: {getattr(stage.task, 'title', 'labels')}, {count:,} trainable parameters")
@@ -163,11 +163,11 @@ class Run:
             device, losses = torch.device(stage.task.device), []
             random_seed(self.recipe.seed)
             with evaluating(stage.task.trainable_module):
-                for images, labels in islice(self.data.train if self.data.val is None else self.data.val, SCALING):
+                for images, labels in islice(self.data.train, SCALING):
                     with autocast(device, AMP_DTYPES.get(stage.config.amp)):
                         losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
             self.plan['lr_scale'] = min(1., 3. * torch.stack(losses).mean().item())
-        return float(self.plan.get('lr_scale', 1.))
+        return self.plan.get('lr_scale', 1.)
 
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
         amp, val = AMP_DTYPES.get(stage.config.amp), self.data.val
@@ -191,10 +191,11 @@ class Run:
 def _names_of(student: nn.Module, parts: Sequence[str]) -> set[str]:
     chosen = set()
     for part in parts:
-        names = [name for name, _ in student.named_parameters() if any(
+        names = [name for name, p in student.named_parameters() if p.requires_grad and any(
             piece in f'.{name}' if piece.startswith('.') else name.startswith(piece) for piece in PARTS[part])]
         if not names:
-            raise ValueError(f"the model has no parameters of the part '{part}'. Leave it out of train.")
+            raise ValueError(f"the model has no parameters of the part '{part}', or none that may learn. Leave it out "
+                             'of train.')
         chosen.update(names)
     return chosen
 
@@ -213,10 +214,6 @@ def read_run(folder: Path) -> Any:
     except (AttributeError, ValueError) as e:
         raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Start again in "
                          'another folder.') from e
-
-
-def check_about(folder: Path, about: dict[str, Any]) -> None:
-    check_same(str(folder), read_run(folder) or about, about)
 
 
 def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:

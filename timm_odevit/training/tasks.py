@@ -63,10 +63,10 @@ class TrajectoryDistillationTask(TrainingTask):
         self.teacher: Any = teacher
         self.for_teacher: Any = (teacher is not None and renormalisation(student, teacher)) or nn.Identity()
         if teacher is not None:
-            teacher.requires_grad_(False).eval()
             batches = calibration.split(64) if isinstance(calibration, Tensor) else calibration or ()
             times = layer_times(student, teacher, config, (
                 self.for_teacher(images.to(self.device)) for images in batches))
+            teacher.requires_grad_(False).eval()
         self.trainable_module = TrajectoryPass(student, config, times)
         self.config, self.embedding = config, config.embedding
         self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
@@ -87,7 +87,7 @@ class TrajectoryDistillationTask(TrainingTask):
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
         found = super().get_eval_model(module=module, ema=ema)
-        inner: Any = unwrap_model(found)
+        inner = unwrap_model(found)
         return inner.student if isinstance(inner, TrajectoryPass) else found
 
     def begin_update(self, update: int, seed: int = 0) -> None:
@@ -107,8 +107,7 @@ class TrajectoryDistillationTask(TrainingTask):
             if self.teacher is not None:
                 with torch.no_grad(), watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
                     wanted = self.teacher(self.for_teacher(input))
-            found: dict[str, Tensor] = self.trainable_module(views, input, seen, wanted, target, self.criterion)
-        return found
+            return self.trainable_module(views, input, seen, wanted, target, self.criterion)
 
     def _views_of_update(self) -> list[Any]:
         """The student, or views of it, with each number of steps of this update."""
