@@ -159,16 +159,17 @@ def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -
 def _folded(model: Any) -> Any:
     """The model with transposed weights as weights."""
     import onnx
+    import onnxruntime
     weights = {tensor.name for tensor in model.graph.initializer}
-    if not any(node.op_type == 'Transpose' and node.input[0] in weights for node in model.graph.node):
-        onnx.helper.set_model_props(model, {'onnx.quant.pre_process': 'onnxruntime.quant'})  # it needs no more
-        return model
-    from onnxruntime.quantization.shape_inference import quant_pre_process
-    with tempfile.TemporaryDirectory() as folder:
-        onnx.save(model, f'{folder}/floats.onnx')
-        quant_pre_process(
-            f'{folder}/floats.onnx', f'{folder}/model.onnx', skip_onnx_shape=True, skip_symbolic_shape=True)
-        return onnx.load(f'{folder}/model.onnx')
+    if any(node.op_type == 'Transpose' and node.input[0] in weights for node in model.graph.node):
+        options = onnxruntime.SessionOptions()  # as quant_pre_process does, which some versions cannot do alone
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+        with tempfile.TemporaryDirectory() as folder:
+            options.optimized_model_filepath = f'{folder}/model.onnx'
+            onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
+            model = onnx.load(options.optimized_model_filepath)
+    onnx.helper.set_model_props(model, {'onnx.quant.pre_process': 'onnxruntime.quant'})  # it needs no more
+    return model
 
 
 def _in_int8(model: Any, rest: bool) -> Any:
