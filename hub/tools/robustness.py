@@ -111,9 +111,9 @@ def transfer(model, data):
                 rows.append(torch.stack([model.forward_head(model.norm(states[k]), pre_logits=True) for k in at]))
         return torch.cat(rows, 1), torch.cat([labels for _, labels in loader])
     config = DataConfig(batch_size=50)
-    (known, theirs), (asked, ours) = (features(part) for part in (
-        read_data(data, model, config, limit=LEARN, held_out=0, any_classes=True).plain(),
-        read_data(data, model, config, limit=ASK, any_classes=True).test))
+    both = read_data(data, model, config, held_out=0, any_classes=True)
+    (known, theirs), (asked, ours) = (features(list(islice(part, count // 50))) for part, count in (
+        (both.plain(), LEARN), (both.test, ASK)))
     return {kind.__name__[:-9]: [kind(asked[at], ours, known[at], theirs) for at in range(3)]
             for kind in (knn_accuracy, probe_accuracy)}
 
