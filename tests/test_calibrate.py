@@ -108,7 +108,8 @@ def test_folders_are_no_labels(vit, tmp_path, classes):
     student, teacher = pair(vit, num_classes=classes)
     for month in range(9):
         (tmp_path / str(month)).mkdir()
-        Image.new('RGB', (16, 16)).save(tmp_path / str(month) / 'a.webp')
+        for name in 'ab':
+            Image.new('RGB', (16, 16)).save(tmp_path / str(month) / f'{name}.webp')
     assert calibrate_(student, teacher, tmp_path, epochs=1, batch_size=2, progress=False)
 
 

@@ -236,13 +236,13 @@ def test_a_core_is_left_to_the_model(vit, images, monkeypatch, cores, workers):
     assert [loader.num_workers for loader in (data.train, data.val)] == [workers] * 2
 
 
-def test_a_limit_takes_images_of_all_classes(vit, images):
+def test_a_limit_takes_images_of_all_classes(vit, images, tmp_path):
     data = read(images(count=20), vit(), held_out=0.5, limit=15)
     assert [{label for _, label in part.dataset.samples} for part in (data.train, data.val)] == [set(range(5))] * 2
     assert data.count() == data.count('val') == 15
     assert not files(data.train) & files(data.val)
-    np.savez('a.npz', **{f'{x}_{part}': of for part in ('train', 'test') for x, of in (('x', np.zeros((20, 16, 16, 3), np.uint8)), ('y', np.arange(20) // 4))})
-    assert {*next(iter(read('a.npz', vit(), limit=5).test))[1].tolist()} == {*range(5)}
+    np.savez(tmp_path / 'a.npz', **{f'{x}_{part}': of for part in ('train', 'test') for x, of in (('x', np.zeros((20, 16, 16, 3), np.uint8)), ('y', np.arange(20) // 4))})
+    assert {*next(iter(read(tmp_path / 'a.npz', vit(), limit=5).test))[1].tolist()} == {*range(5)}
 
 
 @pytest.mark.parametrize('layout', ['images', 'images/train'])

@@ -225,9 +225,12 @@ def test_refuses(vit, tmp_path):
     with pytest.raises(ValueError, match='parameter group'):
         run(TrajectoryDistillationTask(part, vit(), task_weight=1.), tmp_path / 'run', epochs=2, resume=True)
     assert all(torch.equal(value, before[key]) for key, value in part.state_dict().items())
-    (tmp_path / 'run' / 'last.pt').unlink()  # as after `odevit distill`, whose stages have it
     with pytest.raises(ValueError, match='already holds a run. Pass resume=True'):
         run(task, tmp_path / 'run', epochs=1)
+    (tmp_path / 'run' / 'recipe.yaml').touch()  # of `odevit distill`, whose stages have last.pt
+    with pytest.raises(ValueError, match='holds the run of a recipe. Resume it with train'):
+        run(task, tmp_path / 'run', epochs=2, resume=True)
+    (tmp_path / 'run' / 'recipe.yaml').unlink()
     (tmp_path / 'run' / 'last.pt').write_bytes(b'cut off')
     with pytest.raises(ValueError, match='or truncated. Delete it to start again'):
         run(build(vit), tmp_path / 'run', epochs=2, resume=True)

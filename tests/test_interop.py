@@ -6,13 +6,11 @@ import timm
 import torch
 import torch.nn.functional as F
 from conftest import reloaded, snapshot
-from sklearn.datasets import load_digits
 from torch import nn
 
 from timm_odevit import (
     calibrate_,
     convert_,
-    evaluate_embeddings,
     from_open_clip,
     from_transformers,
     put_tower_,
@@ -337,9 +335,7 @@ def test_restored_after_the_program_was_moved(build, map_, images):
 
 def test_a_student_is_classified_by_the_untouched_text_tower():
     """The tower of a miniature CLIP, converted and calibrated, is used through its text tower."""
-    digits = load_digits()
-    pixels = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 8 - 1
-    x, y = F.interpolate(pixels, size=32).expand(-1, 3, -1, -1).contiguous(), torch.tensor(digits.target)
+    x = torch.randn(40, 3, 32, 32)
     program = open_clip.CLIP(32, {**VISION, 'layers': 4}, {**TEXT, 'layers': 1})
     words = ('zero', 'one', 'two', 'three', 'four', 'five', 'six', 'seven', 'eight', 'nine')
     tokens = open_clip.get_tokenizer('ViT-B-32', context_length=16)([f'the digit {word}' for word in words])
@@ -348,9 +344,8 @@ def test_a_student_is_classified_by_the_untouched_text_tower():
     teacher = from_open_clip(program)
     tower = copy.deepcopy(teacher)
     convert_(tower, phases=2)
-    calibrate_(tower, teacher, x[:500], epochs=2, batch_size=64, progress=False)
-    _, ours = evaluate_embeddings(tower, (x[1500:], y[1500:]), class_embeddings=names, teacher=teacher).results
+    calibrate_(tower, teacher, x, epochs=2, batch_size=8, progress=False)
     put_tower_(program, tower)
     with torch.no_grad():
-        logits = program.get_logits(x[1500:], tokens)[0]
-    assert 100 * (logits.argmax(-1) == y[1500:]).double().mean().item() == pytest.approx(ours.zero_shot, abs=0.7)
+        expected = program.logit_scale.exp() * F.normalize(tower(x), dim=-1) @ F.normalize(names, dim=-1).T
+        torch.testing.assert_close(program.get_logits(x, tokens)[0], expected, rtol=1e-3, atol=1e-3)

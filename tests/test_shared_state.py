@@ -193,7 +193,7 @@ def test_hooks_that_cannot_be_copied_stay_behind(vit, images):
     assert len(calls) == 2
 
 
-def test_every_kind_of_hook_on_a_step_is_called(vit, images):
+def test_hooks_on_a_step_and_inside_it_are_called(vit, images):
     model, calls = converted(vit, OdeConfig()), []
     step = model.blocks[1]
     assert step is model.blocks.solver[1]

@@ -213,7 +213,8 @@ def test_refuses_settings(vit, settings, message):
     (lambda vit: pair(vit, OdeConfig(phases=2)), dict(steps=['100%', '20%']), 'each of the 2 shared blocks needs a step'),
     (lambda vit: pair(partial(vit, 'vit_relpos_small_patch16_224')), dict(jasmin_weight=0.1), "jasmin_weight needs timm's plain attention"),
     (lambda vit: pair(vit, num_classes=0), dict(task_weight=1.), 'task_weight compares classes'),
-    (lambda vit: pair(vit, class_token=False, global_pool='avg'), dict(patch_weight=0.), 'patch_weight is 0, but a VisionTransformer has no other'),
+    *((lambda vit, of=of: pair(vit, class_token=False, global_pool='avg', reg_tokens=of), dict(patch_weight=0., register_weight=0.), 'patch_weight is 0')
+      for of in (0, 4)),
     (lambda vit: pair(vit, OdeConfig(blocks=(0, 1))), dict(exits=(0.5,), exit_weight=1.), 'to earlier states, which does not work'),
     (pair, dict(task_weight=1., embedding=True), 'task_weight compares classes'),
     (lambda vit: (pair(vit)[0], None), dict(trajectory_weight=0., task_weight=1.), 'kd_weight needs a teacher'),

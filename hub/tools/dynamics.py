@@ -162,14 +162,15 @@ def main():
     parser.add_argument('out', type=Path)
     parser.add_argument('--teacher', required=True, help='name of the teacher')
     parser.add_argument('--students', nargs='+', default=[], help='names of its students')
-    parser.add_argument('--images', type=int, default=1000, help='number of test images, of 50 each')
+    parser.add_argument('--images', type=int, default=1000, help='number of test images')
     args = parser.parse_args()
     torch.set_num_threads(1)
     teacher = timm.create_model(args.teacher, pretrained=True).eval()
     for name in (args.teacher, *args.students):
         model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()
-        loader = list(islice(read_data(args.data, model, DataConfig(batch_size=50)).test, args.images // 50))
-        images = torch.cat([batch for batch, _ in loader])
+        batches = islice(read_data(args.data, model, DataConfig(batch_size=50)).test, -(-args.images // 50))
+        images, labels = (torch.cat(parts)[:args.images] for parts in zip(*batches, strict=True))
+        loader = list(zip(images.split(50), labels.split(50), strict=True))
         measure(model, teacher, loader, args.out / name, images, 1 + len(args.students))
 
 

@@ -68,14 +68,17 @@ def finetune(args: Any) -> None:
         raise ValueError('odevit finetune trains on labels alone, which this recipe does not. Use odevit distill.')
     if recipe.model not in (None, args.started['model']):
         raise ValueError(f"The first argument is the model, '{args.model}'. Leave out model={recipe.model}.")
-    options = {**(recipe.model_args or {}), 'num_classes': classes_of(args.data)[1]}
+    names, number = classes_of(args.data)
+    options = {**(recipe.model_args or {}), 'num_classes': number}
     if args.img_size is not None:
         options['img_size'] = args.img_size
     recipe = replace(recipe, model=args.started['model'], model_args=options)
     torch.manual_seed(recipe.seed)  # a new head is the same each time
     student = load(args.model, args, **options)
     if args.test:
-        read_data(args.test, student, held_out=0., any_classes=True)  # fails now
+        cfg, student.pretrained_cfg = student.pretrained_cfg, {**student.pretrained_cfg, 'label_names': names}
+        read_data(args.test, student, held_out=0.)  # fails now, as it would at the end
+        student.pretrained_cfg = cfg
     _train(recipe, args, student=student)
 
 

@@ -215,7 +215,7 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
     values: dict[str, float] = {}
     for i, block in enumerate(blocks):
         for name, p in block.named_parameters():
-            if p.ndim != 2 or 'bias' in name or '_pos' in name:  # tables of position bias are no maps
+            if p.ndim != 2 or any(of in name for of in ('bias', '_pos', 'cpb_mlp')):  # they make position biases
                 continue
             label = name.replace('.base_layer.', '.').removeprefix('block.')  # in which peft holds what it wraps
             label = label if len(blocks) == 1 else f'blocks.{i}.{label}'

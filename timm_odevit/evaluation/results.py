@@ -50,6 +50,7 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
+    steps = steps.tolist() if hasattr(steps, 'tolist') else steps  # NumPy's and torch's
     counts = dict.fromkeys(steps if isinstance(steps, Iterable) else [steps])
     if not counts:
         raise ValueError('steps is empty. Give some, or None.')

@@ -17,7 +17,7 @@ from ..files import staged, to_json, write_text
 from ..hooks import AMP_DTYPES, random_states_kept
 from ..saving.save import describe, save_pretrained
 from ..settings import one_line
-from .config import BEST, HISTORY, LAST, FitConfig
+from .config import BEST, HISTORY, LAST, RECIPE, FitConfig
 from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
 EPOCHS = 10  # into which minutes are divided, unless validation or a pass takes long
@@ -75,7 +75,10 @@ def fit(
     with alone_in(folder), random_states_kept(device), ExitStack() as stack:
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
-            check_unused(folder, resume, folder / BEST)
+            if (folder / RECIPE).exists():
+                raise ValueError(f"'{folder}' holds the run of a recipe. Resume it with train (odevit distill, odevit "
+                                 'finetune), or give another folder.')
+            check_unused(folder, resume, folder / LAST)
             if (folder / LAST).exists():
                 state = _read_state(folder / LAST, device, asked)
                 history, plan = state['history'], state['plan']

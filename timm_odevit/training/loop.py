@@ -57,11 +57,12 @@ class Trainer:
         if self.world > 1:
             task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
         self.optimizer = create_optimizer(trainable, config)
+        low = min(config.min_lr, config.lr)
         self.scheduler: Any = create_scheduler_v2(
             self.optimizer, sched=config.sched, num_epochs=config.epochs or 1, step_on_epochs=False,
             decay_epochs=10 ** 9,  # of 'step', which is a constant rate here
             warmup_epochs=config.warmup_epochs,  # type: ignore[arg-type]
-            warmup_lr=config.min_lr, min_lr=min(config.min_lr, config.lr), updates_per_epoch=updates)[0]
+            warmup_lr=low, min_lr=low, updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)
         self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved

@@ -29,7 +29,7 @@ class TrajectoryPass(nn.Module):
         self.student: Any = student
         self.config, self.times = config, times
         self.prefix = prefix_tokens(student) if is_one_sequence(student) else 0
-        self.has_cls = self.prefix > 0 and getattr(getattr(student, 'embeds', student), 'cls_token', None) is not None
+        self.has_cls = self.prefix > 0 and getattr(student, 'cls_token', None) is not None
 
     def no_weight_decay(self) -> set[str]:
         return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}
@@ -151,7 +151,8 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """
     s, t = student.float().flatten(1), teacher.float().flatten(1)
     angle = 1. - F.cosine_similarity(s, t, dim=-1)
-    spread = _variance(t - over_processes(t.mean(dim=0)) if len(t) > 1 else t)
+    mean = over_processes(t.mean(dim=0))
+    spread = _variance(t - mean if len(t) * rank_and_world()[1] > 1 else t)
     return angle.mean() + F.mse_loss(s, t) / spread.clamp_min(1e-12)
 
 

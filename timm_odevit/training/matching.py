@@ -50,6 +50,8 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
+    prefix = prefix_tokens(student) if one else 0
+    has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
     several, weights, least = len(odes) > 1, config.weights, [len(ode.shared.borders) + 1 for ode in odes]
     for wrong, why in (
             (any(k < own for ode, own in zip(odes, least, strict=True) for of in config.counts(ode.steps) or ()
@@ -59,8 +61,9 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
               for part in ('trajectory', 'kd')),
             (weights['task'] > 0 and (config.embedding or student.num_classes == 0),
              'task_weight compares classes, but the outputs are embeddings. Set it to 0.'),
-            (weights['trajectory'] and not (config.patch_weight or (one and prefix_tokens(student))),
-             f'patch_weight is 0, but {name} has no other tokens. Set it above 0.'),
+            (weights['trajectory'] and not (config.patch_weight or (has_cls and config.cls_weight) or (
+                prefix > has_cls and config.register_weight)),
+             f'patch_weight is 0, and so are the weights of the other tokens of {name}. Set it above 0.'),
             (config.patch_drop and (not one or not all(
                 isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
                 for model in (student, teacher))),
