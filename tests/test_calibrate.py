@@ -106,10 +106,9 @@ def test_another_teacher_is_refused(vit):
 @pytest.mark.parametrize('classes', [1, 2])
 def test_folders_are_no_labels(vit, tmp_path, classes):
     student, teacher = pair(vit, num_classes=classes)
-    for month in range(9):
-        (tmp_path / str(month)).mkdir()
-        for name in 'ab':
-            Image.new('RGB', (16, 16)).save(tmp_path / str(month) / f'{name}.webp')
+    for file in (tmp_path / f'{month}/{name}.webp' for month in range(9) for name in 'ab'):
+        file.parent.mkdir(exist_ok=True)
+        Image.new('RGB', (16, 16)).save(file)
     assert calibrate_(student, teacher, tmp_path, epochs=1, batch_size=2, progress=False)
 
 

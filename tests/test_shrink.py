@@ -233,6 +233,7 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
 def test_more_minutes_go_on_from_the_constant_rate_and_lose_nothing(model, tmp_path, few, capsys):
     first = shrink(model, images(), tmp_path, size=0.5, minutes=M, progress=False)
     done = (tmp_path / 'student' / '1' / 'history.json').read_bytes()
+    (tmp_path / 'files' / 'of_a_verdict_without_onnx.pt2').touch()
     found = shrink(model, images(), tmp_path, size=0.5, minutes=3 * M, resume=True)
     printed = capsys.readouterr().out
     assert 'student: was trained for' in printed and 'student: training for' in printed and 'minutes left' in printed
@@ -246,6 +247,7 @@ def test_more_minutes_go_on_from_the_constant_rate_and_lose_nothing(model, tmp_p
     choosing = prepare(images(), model).choosing
     runs = [timm.create_model(f"local-dir:{tmp_path / 'student' / name / 'best'}", pretrained=True) for name in '12']
     assert choosing.value_of(best) == max(map(choosing.value_of, runs)) and len(found.rows) == len(first.rows)
+    assert {path.name for path in (tmp_path / 'files').iterdir()} <= {row.file for row in found.rows}
 
 
 @pytest.mark.parametrize('needed', [0., 0.6, 1.])

@@ -156,6 +156,11 @@ def prefix_tokens(model: Any) -> int:
     return 0 if class_token_comes_later(model) else getattr(model, 'num_prefix_tokens', 0)
 
 
+def has_class_token(model: Any) -> bool:
+    """Whether the first of these is a class token; NaFlexViTs hold it in `embeds`."""
+    return prefix_tokens(model) > 0 and getattr(getattr(model, 'embeds', model), 'cls_token', None) is not None
+
+
 def field_class(block: nn.Module) -> type[NativeField]:
     return FIELD_OF.get(type(block), WholeField)
 

@@ -105,7 +105,7 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def is_img(path: Any) -> bool:
-    """By its suffix."""
+    """Whether its suffix is that of an image."""
     return str(path).lower().endswith(_SUFFIXES)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ..convert.block_kinds import prefix_tokens
+from ..convert.block_kinds import has_class_token, prefix_tokens
 from ..data.batches import read_batches
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import find_ode_blocks
@@ -65,9 +65,8 @@ def follow(model: Any, images: Any) -> Iterator[Flow]:
             raise TypeError(f'A {type(model).__name__} has no single sequence of blocks to follow.')
         maps = (partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
         times = accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.)
-        prefix = prefix_tokens(model)
-        has_class = prefix > 0 and getattr(getattr(model, 'embeds', model), 'cls_token', None) is not None
-        yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), prefix, has_class)
+        yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), prefix_tokens(model),
+                   has_class_token(model))
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:

@@ -101,7 +101,7 @@ def _stored(model: Any, int8: bool, groups: dict[Any, tuple[Coded, Tensor]]) -> 
     if int8:
         from onnxruntime.quantization.onnx_model import ONNXModel
         model = _folded(model)
-        ONNXModel(model).replace_gemm_with_matmul()  # renames what it transposes, in a way of each version
+        ONNXModel(model).replace_gemm_with_matmul()  # transposes weights, under names that depend on the version
     for tensor in model.graph.initializer if groups else ():
         weight = torch.from_numpy(numpy_helper.to_array(tensor).copy())
         found = groups.get((weight.numpy().tobytes(), weight.shape))
@@ -162,7 +162,7 @@ def _folded(model: Any) -> Any:
     import onnxruntime
     weights = {tensor.name for tensor in model.graph.initializer}
     if any(node.op_type == 'Transpose' and node.input[0] in weights for node in model.graph.node):
-        options = onnxruntime.SessionOptions()  # as quant_pre_process does, which some versions cannot do alone
+        options = onnxruntime.SessionOptions()  # like quant_pre_process, which fails in some versions
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
         with tempfile.TemporaryDirectory() as folder:
             options.optimized_model_filepath = f'{folder}/model.onnx'

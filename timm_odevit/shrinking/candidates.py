@@ -107,9 +107,6 @@ def _files(
             like = next(candidate.model.parameters())
             onnx = like.device.type == 'cpu' and like.dtype == torch.float32 and all(
                 map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
-            stem = candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_')
-            for old in ('.onnx', '.pt2'):  # of an earlier verdict
-                (folder / f'{stem}{old}').unlink(missing_ok=True)
             if onnx or not candidate.int8:
                 progress(f'measuring {candidate.name}')
                 key, suffix = id(candidate.model), '.onnx' if onnx else '.pt2'
@@ -122,7 +119,7 @@ def _files(
                         exported[key] = None
                         notes.append(f'{candidate.name}: {one_line(e)}')
                 if (whole := exported[key]) is not None:
-                    path = folder / f'{stem}{suffix}'
+                    path = folder / (candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_') + suffix)
                     if candidate.int8:
                         rewrite(whole, path, candidate.model, candidate.bits)
                     else:

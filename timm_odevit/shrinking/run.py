@@ -134,11 +134,14 @@ def shrink(
             rows=tuple(rows), measure=material.judging.measure, keep=keep or 0.95, images=len(material.judging.images),
             about=(str(material), *about, *notes), outlook=_outlook(trained['student'], material, folder / 'student'),
             machine=f'{processor(next(model.parameters()))}, {torch.get_num_threads()} threads')
-        by_name = {row.name: row for row in verdict.rows}
+        by_name, kept = {row.name: row for row in verdict.rows}, set()
         for row, by in zip(verdict.rows, verdict.beaten, strict=True):
             better = by_name.get(by, row)
-            if better.mb < row.mb or better.value > row.value:  # none goes for its time
-                (folder / 'files' / row.file).unlink(missing_ok=True)
+            if better.mb >= row.mb and better.value <= row.value:  # none goes for its time
+                kept.add(row.file)
+        for path in [*(folder / 'files').iterdir()]:
+            if path.suffix in ('.onnx', '.pt2') and path.name not in kept:  # also those of an earlier verdict
+                path.unlink()
         write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
         if find_spec('plotly') is not None:
             write_text(folder / 'verdict.html', verdict.to_html(f'{model_name(model)}: is a smaller one worth it?'))

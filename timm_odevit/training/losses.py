@@ -9,7 +9,7 @@ from timm.models import group_parameters
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..convert.block_kinds import prefix_tokens
+from ..convert.block_kinds import has_class_token, prefix_tokens
 from ..distributed import over_processes, rank_and_world
 from ..dynamics.stability import log_softmax_bound
 from ..hooks import BlockRecord, watch_blocks
@@ -29,7 +29,7 @@ class TrajectoryPass(nn.Module):
         self.student: Any = student
         self.config, self.times = config, times
         self.prefix = prefix_tokens(student) if is_one_sequence(student) else 0
-        self.has_cls = self.prefix > 0 and getattr(student, 'cls_token', None) is not None
+        self.has_cls = self.prefix > 0 and has_class_token(student)
 
     def no_weight_decay(self) -> set[str]:
         return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}

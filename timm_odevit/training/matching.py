@@ -7,7 +7,7 @@ import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_stages, prefix_tokens
+from ..convert.block_kinds import find_stages, has_class_token, prefix_tokens
 from ..hooks import evaluating, state_at, watch_blocks
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from .config import LossConfig
@@ -51,7 +51,7 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
     prefix = prefix_tokens(student) if one else 0
-    has_cls = prefix > 0 and getattr(student, 'cls_token', None) is not None
+    has_cls = prefix > 0 and has_class_token(student)
     several, weights, least = len(odes) > 1, config.weights, [len(ode.shared.borders) + 1 for ode in odes]
     for wrong, why in (
             (any(k < own for ode, own in zip(odes, least, strict=True) for of in config.counts(ode.steps) or ()
