@@ -19,6 +19,10 @@ def dataset_of(name):
     return DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
 
 
+def teacher_of(name):
+    return f"deit_tiny_patch{name.partition('patch')[2].partition('.')[0]}.{name.rpartition('_')[2]}"
+
+
 def commands(record, folder):
     """The commands of a record, as they run in the model's own folder: other published models go by their names."""
     here = record['command'].replace(f'hub/{folder.name}/', '')
@@ -33,18 +37,16 @@ def opening(name, record, steps):
     said = [f"**{row['top1']:.1f} % top-1** with K = {steps}{share}; {row['parameters'] / 1e6:.2f} million parameters; "
             f"trained with K = {', '.join(map(str, record['trained_at']))}."]
     files = {r['name']: r for group in json.loads((HUB / 'verdict.json').read_text())['groups'] for r in group['rows']}
-    pixels, dataset = name.partition('_patch16_')[2].split('.')[0], name.rpartition('_')[2]
-    teacher = f'deit_tiny_patch16_{pixels}.{dataset}'
-    names = (f'{name}, int8, K = {steps}', f'{teacher}, int8')
+    names = (f'{name}, int8, K = {steps}', f'{teacher_of(name)}, int8')
     if all(each in files for each in names):
-        said.append('As int8, it takes {:.2f} MB and has {:.1f} %, its teacher {:.2f} MB and {:.1f} %.'.format(
+        said.append('As int8, it takes {:.2f} MB and has {:.1f} %, DeiT-tiny {:.2f} MB and {:.1f} %.'.format(
             *(files[each][key] for each in names for key in ('mb', 'value'))))
     if '4bits' in name and (file := files.get(f'{name}, 4 bits, K = {steps}')):
         said.append('As ONNX in 4 bits, as in training, it takes {mb:.2f} MB and has {value:.1f} %.'.format(**file))
     if name.startswith(PLAIN) and '4bits' not in name:
         plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
         said.append(f"A plain ViT of as many parameters ({plain['steps']} of its teacher's blocks, each used once), "
-                    f"after as many minutes of the same GPU, has {plain['top1']:.1f} %, with "
+                    f"trained by the same script, has {plain['top1']:.1f} %, with "
                     f"1/{steps // plain['steps']} of the operations.")
     return ' '.join(said)
 
@@ -54,10 +56,13 @@ def card(folder):
     model = timm.create_model(f'local-dir:{folder}')
     dataset = dataset_of(folder.name)
     pixels, images, epochs = model.patch_embed.img_size[0], record['test'][0]['images'], record.get('epochs')
+    was, published = record['test'][0]['top1'], HUB / teacher_of(folder.name) / 'results.json'
+    now = json.loads(published.read_text())['test'][0]['top1'] if published.exists() else was
+    earlier = f', before the published one, to {was:.1f} % of the test images'
     scratch = not any(row['model'] == 'teacher' for row in record['test']) and bool(find_ode_blocks(model))
     if find_ode_blocks(model):
         origin = f'trained from scratch on the labels of {dataset}.' if scratch else (
-            f'distilled from a DeiT-tiny that was fine-tuned on {dataset}.')
+            f"distilled from a DeiT-tiny that was fine-tuned on {dataset}{'' if now == was else earlier}.")
         phases = model.blocks.config.phases
         count = f"{('One', 'Two', 'Three', 'Four')[phases - 1]} shared transformer block{'s' if phases > 1 else ''}"
         summary = (f'{opening(folder.name, record, model.blocks.steps)}\n\n{count} that an ODE solver evaluates K '
@@ -65,10 +70,9 @@ def card(folder):
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')
-    continued = re.search(r'--student local-dir:hub/(?!runs/)(\S+)', record['command'].splitlines()[0])
-    few = f' It continues `{continued[1]}` for {epochs} epochs.' if continued else ''
+    few = ''
     if record['trained_at'] and len(record['trained_at']) == 1:
-        few += f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
+        few = f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
     enlarged = f' enlarged to {pixels}' if pixels > 32 else ''
     pretrained = '' if scratch else (
         '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '

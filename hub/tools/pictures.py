@@ -17,10 +17,9 @@ MODELS = {
     'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
 OTHERS = {  # whose dynamics were not measured
-    'odevit_tiny_native_three_patch16_128.deit_tiny_4bits_cifar100': ('three blocks in 4 bits, corrupted data', 'C6'),
-    'c100_128_three6_corrupted': ('three blocks, corrupted data', 'C8'),
+    'odevit_tiny_native_three_patch16_128.deit_tiny_4bits_cifar100': ('three blocks in 4 bits', 'C6'),
     'plain3': ('three plain blocks', 'C7')}
-OWN = {'plain3': '3', 'c100_128_three6_corrupted': '6'}  # K, where a label has none
+OWN = {'plain3': '3'}  # K, where a label has none
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'exponents': 'largest exponent',
     'class_token': 'that of the class token', 'distance': 'distance from the teacher'}

@@ -1,6 +1,6 @@
 """Measure published models on corrupted and on attacked images, how sure they are of their answers, and what transfers.
 
-    python hub/tools/robustness.py cifar100.npz cifar10.npz --also hub/runs/plain3 hub/runs/c100_128_three6_corrupted
+    python hub/tools/robustness.py cifar100.npz cifar10.npz --also hub/runs/plain3
 
 The corruptions are those of CIFAR-C (arXiv 1903.12261) by the package imagecorruptions-imaug, at the size of the model;
 each has test images of its own. The temperature (arXiv 1706.04599) is fitted on training images that no published model
