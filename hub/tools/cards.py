@@ -70,9 +70,8 @@ def card(folder):
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
                    f'{dataset}.')
-    few = ''
-    if record['trained_at'] and len(record['trained_at']) == 1:
-        few = f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate."
+    few = '' if len(record['trained_at']) != 1 else (
+        f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate.")
     enlarged = f' enlarged to {pixels}' if pixels > 32 else ''
     pretrained = '' if scratch else (
         '`deit_tiny_patch16_224` (Facebook Research, Apache-2.0; LayerNorm parameters rounded to steps of 1/32 or '
