@@ -4,6 +4,7 @@ import time
 
 import numpy as np
 import pytest
+import timm
 import torch
 from conftest import pair
 from PIL import Image
@@ -93,7 +94,8 @@ def test_what_does_not_fit_is_refused_and_changes_neither_model(vit, images, opt
 
 def test_another_teacher_is_refused(vit):
     student, teacher = pair(vit)
-    for other, message in ((vit(embed_dim=64), 'differ in embed_dim: '), (copy.deepcopy(student), 'before its conversion'), (student, 'share no parameters'),
+    for other, message in ((vit(embed_dim=64), 'differ in embed_dim: '), (timm.create_model('resnet18', num_classes=3), 'differ in embed_dim: 32 and None'),
+                           (copy.deepcopy(student), 'before its conversion'), (student, 'share no parameters'),
                            ('vit_tiny_patch16_224', 'Expected a timm model')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_(student, other, GOOD, progress=False)

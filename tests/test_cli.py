@@ -152,6 +152,7 @@ MISTAKES = [
     (['distill', 'autonomous', 'nowhere', 'new', '--teacher', 'local-dir:teacher'], "There is no 'nowhere'"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:other'], 'differ in num_classes: 3 and 7'),
     (['distill', 'autonomous', 'images', 'new'], 'The recipe names no model, and there is no teacher. Give --teacher'),
+    (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:nowhere', '--teacher', 'local-dir:teacher'], 'Config file not found'),
     (['distill', 'autonomos', 'images', 'new', '--teacher', 'local-dir:teacher'], "There is no recipe 'autonomos'. Did you mean 'autonomous'?"),
     (['distill', 'autonomous', 'images', 'new', '--student', 'local-dir:student', '--teacher', 'local-dir:teacher', '--set', 'ode.phases=3'],
      "'ode.phases=3' says how to make a student, but --student gives one"),
@@ -362,6 +363,14 @@ def test_evaluating_embeddings_leaves_the_classifiers_of_both_models_out(folder,
     assert run('evaluate', 'local-dir:student', 'images', '--embedding', *T, '--json', 'found.json') == 0
     assert capsys.readouterr().out.startswith('images, outputs without the head: 30 images')
     assert json.loads(Path('found.json').read_text())[0]['parameters'] == 40_419 - 99
+    assert run('halt', 'local-dir:student', 'images', 'halting', '--held-out', '0.5', '--workers', '0') == 0
+    assert run('evaluate', 'local-dir:halting', 'images', '--embedding', *T) == 0
+
+
+def test_unlabelled_arrays_are_compared_with_the_teacher(folder, capsys):
+    np.savez('few.npz', x_train=np.zeros((4, 16, 16, 3), np.uint8))
+    assert main(['evaluate', 'local-dir:student', 'few.npz', '--embedding', *T]) == 0 and 'few.npz' in capsys.readouterr().out
+    assert main(['evaluate', 'local-dir:student', 'few.npz']) == 2 and "'y_train is not a file" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings('error')

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import timm
 import torch
@@ -108,8 +110,9 @@ REFUSED = [
       for wrap in (lambda: nn.DataParallel(tiny()), lambda: torch.compile(tiny()))),
     (tiny, dict(phases=13), ValueError, 'phases=13: there are 12 layers. Allowed: 1 to 12.'),
     (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
-    (lambda: timm.create_model('vit_tiny_patch16_224', norm_layer='rmsnorm'), dict(field='lipschitz'), ValueError,
-     "cannot replace a Block of VisionTransformer: only with init='spectral' can it"),
+    *((lambda norm=norm: timm.create_model('vit_tiny_patch16_224', norm_layer=norm), dict(field='lipschitz'), ValueError,
+       "cannot replace a Block of VisionTransformer: only with init='spectral' can it") for norm in ('rmsnorm', partial(nn.LayerNorm, bias=False))),
+    (tiny, dict(steps=[[3]]), ValueError, 'steps must be a whole number'),
 ]
 
 

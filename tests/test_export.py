@@ -283,6 +283,7 @@ def test_a_file_is_replaced_only_on_request_and_only_by_a_whole_one(vit, tmp_pat
     (lambda model: model.half(), dict(path='a.onnx', bits=4), r'are made of float32; got torch.float16'),
     (lambda model: convert_(model.half()), dict(path='a.onnx', any_steps=True), 'are made of float32'),
     (lambda model: model.bfloat16(), dict(path='a.onnx'), r'Call model.float\(\) first'),
+    (lambda model: delattr(model, 'in_chans'), {}, 'Expected a timm model; got a VisionTransformer'),
     (lambda model: convert_(model, method='dopri5'), {}, "such as model.blocks.method = 'rk4'"),
     (lambda model: setattr(model.norm, 'forward', lambda x: x if x.sum() > 0 else -x), {}, 'torch.export cannot export this Vis[^\\n]*$'),
 ])

@@ -263,6 +263,8 @@ def test_a_tower_that_does_not_fit_is_not_put_in(images):
     with pytest.raises(ValueError, match='embeddings of width 1024; this model needs 32'):
         put_tower_(clip(), timm.create_model('mobilenetv3_small_050', num_classes=0))
     with_tokens = changed(clip(), 'visual.output_tokens', True)
+    with pytest.raises(TypeError, match='put_tower_ got a .*Linear; expected a timm model'):
+        put_tower_(clip(), nn.Linear(32, 32))
     for program in (other, with_tokens):
         with pytest.raises(TypeError, match='put_tower_ got a .*gives no patch tokens'):
             put_tower_(program, other)

@@ -1,15 +1,13 @@
 import copy
-import json
 from dataclasses import replace
 
 import pytest
-import timm
 import torch
 import torch.distributed as dist
 from conftest import converted
 from torch.distributed.fsdp import fully_shard
 
-from timm_odevit import OdeConfig, Recipe, convert_, save_pretrained
+from timm_odevit import OdeConfig, convert_
 from timm_odevit.ode.config import FIELDS
 from timm_odevit.ode.fields import PiecewiseField
 from timm_odevit.ode.methods import METHODS
@@ -144,34 +142,3 @@ def test_what_the_blocks_were_made_for_cannot_be_set(vit, images, change):
     with pytest.raises(ValueError, match='is fixed at conversion; got .*Convert the original model again'):
         model.blocks.config = replace(config, **change)
     assert model.blocks.config == config and torch.equal(model(images), before)
-
-
-@pytest.fixture
-def saved_with(vit, tmp_path):
-    """Loads a model whose folder says other settings than it was saved with."""
-    def load(model, **settings):
-        save_pretrained(model, tmp_path)
-        config = json.loads((tmp_path / 'config.json').read_text())
-        config['model_args'].update({f'ode_{name}': value for name, value in settings.items()})
-        (tmp_path / 'config.json').write_text(json.dumps(config))
-        return timm.create_model(f'local-dir:{tmp_path}', pretrained=True).eval()
-    return load
-
-
-GONE = dict(time='autonomous', rank=0, averaged=True, adjoint=False, boundaries='uniform')
-STAGES = [{'task': 'trajectory', 'fit': {'epochs': 1}}]
-
-
-def test_settings_of_earlier_versions_load_from_folders_and_recipes(vit, images, saved_with):
-    model = converted(vit, OdeConfig(phases=3))
-    again = saved_with(model, **GONE)
-    assert again.blocks.config == model.blocks.config and torch.equal(again(images), model(images))
-    assert Recipe(ode=dict(GONE, phases=3), stages=STAGES).config == OdeConfig(phases=3)
-
-
-@pytest.mark.parametrize('name, value', [('time', 'low_rank'), ('rank', 2), ('adjoint', True), ('boundaries', [1, 2])])
-def test_other_settings_of_earlier_versions_are_refused(vit, saved_with, name, value):
-    with pytest.raises(ValueError, match=rf'ode_{name}=.* is no longer possible\. Convert the original model again'):
-        saved_with(converted(vit, OdeConfig()), **{name: value})
-    with pytest.raises(ValueError, match=f'{name}=.* is no longer possible'):
-        Recipe(ode={name: value}, stages=STAGES)

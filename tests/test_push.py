@@ -164,7 +164,7 @@ def test_what_cannot_be_sent(hub, student, tmp_path):
     (folder / 'model.safetensors').write_bytes(b'junk')
     with pytest.raises(ValueError, match='not a valid'):
         push_to_hub(folder, 'org/a')
-    for given in (dict(results=[{'top1': 1}], dataset='x'), dict(results=[{'agreement': 1}])):
+    for given in (dict(results=[{'top1': 1}], dataset='x'), dict(results=[{'agreement': 1}]), dict(results=object(), dataset='x')):
         with pytest.raises(ValueError, match='results must be rows .* with the name of their dataset'):
             push_to_hub(student, 'org/a', **given)
     student.pretrained_cfg = {**student.pretrained_cfg, 'license': None}

@@ -72,7 +72,9 @@ def test_other_classes_and_another_image_size(vit, tmp_path):
     assert torch.equal(twice.head.weight, model.head.weight)
     assert twice.pos_embed.shape[1] == 65
     convert_(of_ours := timm.create_model('deit_tiny_patch16_128', depth=1))
-    assert reloaded(of_ours, tmp_path / 'b', img_size=160).pos_embed.shape[1] == 101
+    of_base = timm.create_model('odevit_converted', base='deit_tiny_patch16_128.cifar100')
+    for made, folder in ((of_ours, 'b'), (of_base, 'c')):
+        assert reloaded(made, tmp_path / folder, img_size=160).pos_embed.shape[1] == 101
 
 
 def test_checkpoint_path(vit, images, tmp_path):

@@ -205,3 +205,5 @@ def test_what_torchvision_itself_builds_and_timm_lacks_is_refused(build):
 def test_what_is_no_torchvision_vit_is_refused(model):
     with pytest.raises(TypeError, match="from_torchvision got a .*; expected torchvision's VisionTransformer"):
         from_torchvision(model())
+    with pytest.raises(TypeError, match='expected weights such as torchvision.models.ViT_B_16_Weights.DEFAULT'):
+        from_torchvision(tv.VisionTransformer(**TINY), weights='DEFAULT')

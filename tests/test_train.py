@@ -498,6 +498,16 @@ def test_tuples_are_lists_and_fewer_epochs_are_refused(vit, data, tmp_path):
         run(fewer, data, tmp_path / 'run', teacher, resume=True)
 
 
+def test_more_epochs_are_remembered_if_they_are_interrupted(vit, data, tmp_path):
+    def interrupted(record):
+        raise KeyboardInterrupt
+    teacher = vit()
+    run(recipe(), data, tmp_path / 'run', teacher)
+    with pytest.raises(KeyboardInterrupt):
+        run(recipe('fit.epochs=3'), data, tmp_path / 'run', teacher, resume=True, on_epoch=interrupted)
+    assert len(run(Recipe.load(tmp_path / 'run' / 'recipe.yaml'), data, tmp_path / 'run', teacher, resume=True)) == 3
+
+
 # --- several processes
 
 def by_torchrun(args):

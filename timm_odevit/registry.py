@@ -152,7 +152,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
 def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Weights as they were before 4 bits, through the base's filter, which resizes position embeddings."""
     state = unpacked(state)
-    base = _MODELS.get(base, (base,))[0]
+    base = _MODELS.get(base.partition('.')[0], (base,))[0]
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     return base_filter(state, model) if base_filter else state
 

@@ -45,8 +45,8 @@ def opening(name, record, steps):
         said.append('As ONNX in 4 bits, as in training, it takes {mb:.2f} MB and has {value:.1f} %.'.format(**file))
     if name.startswith(PLAIN) and '4bits' not in name:
         plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
-        said.append(f"A plain ViT of as many parameters ({plain['steps']} of its teacher's blocks, each used once), "
-                    f"trained by the same script, has {plain['top1']:.1f} %, with "
+        said.append(f"A plain ViT of as many parameters ({plain['steps']} of an earlier teacher's blocks, each used "
+                    f"once), trained once by the same script, has {plain['top1']:.1f} %, with "
                     f"1/{steps // plain['steps']} of the operations.")
     return ' '.join(said)
 
@@ -69,7 +69,7 @@ def card(folder):
                    f'times (ODE-ViT, arXiv 2511.16501), {origin}')
     else:
         summary = (f'DeiT-tiny, fine-tuned on {dataset} at {pixels} pixels: the teacher of the `odevit_*` students of '
-                   f'{dataset}.')
+                   f'{dataset} whose cards name no other.')
     few = '' if len(record['trained_at']) != 1 else (
         f" It was trained with K = {record['trained_at'][0]} only: with any other K it is less accurate.")
     enlarged = f' enlarged to {pixels}' if pixels > 32 else ''

@@ -74,7 +74,8 @@ def main(argv: list[str] | None = None) -> int:
         print(f'odevit: error: {one_line(e)}', file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print('odevit: interrupted', file=sys.stderr)
+        more = '. To continue, repeat the command with --resume.' * hasattr(args, 'resume')
+        print(f'odevit: interrupted{more}', file=sys.stderr)
         return 130
     return 0
 

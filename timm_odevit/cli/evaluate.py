@@ -27,7 +27,7 @@ from ..saving.cards import model_card
 from ..saving.save import CARD
 from ..settings import one_line
 from ..training.config import RECIPE
-from .models import check_file, load, load_with_steps, refuse_existing, save
+from .models import TOWERS, check_file, load, load_with_steps, refuse_existing, save
 
 
 def evaluate(args: Any) -> None:
@@ -51,7 +51,6 @@ def evaluate(args: Any) -> None:
     teacher = load(args.teacher, args)
     embedding = args.embedding or not model.num_classes
     data = _data(args, model, args.held_out, embedding)
-    data = with_test(data, args.test, model) if args.test else data
     loader, words = (data.test, data.words['test']) if args.test else data.evaluated()
     if embedding:
         host, (model, teacher) = model, without_classifiers(model, teacher)
@@ -87,7 +86,9 @@ def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool
     given: Any = {} if held_out is None else {'held_out': held_out}
     config = DataConfig(batch_size=args.batch_size, workers=args.workers, **given)
     data = read_data(args.data, model, config, held_out=None if given else 0., any_classes=any_classes)
-    if data.held_out > (known := held_out_of(model) or 0.) and not getattr(args, 'test', None):
+    if getattr(args, 'test', None):
+        return with_test(data, args.test, model, config)
+    if data.held_out > (known := held_out_of(model) or 0.):
         warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
                       f'{known:g} of its own. Give others.', RuntimeWarning, stacklevel=3)
     return data
@@ -164,7 +165,7 @@ def predict(args: Any) -> None:
     else:
         run = load_with_steps(args).eval()
         blocks, about, cfg, like = find_ode_blocks(run), metadata(run), data_config(run), next(run.parameters())
-    if about.get('num_classes') == 0:
+    if about.get('num_classes') == 0 or args.model.startswith(TOWERS):
         raise ValueError(f"'{args.model}' has no classes, so it cannot classify images.")
     names, records = about.get('classes'), list[Any]()
     paths = map(Path, args.image)

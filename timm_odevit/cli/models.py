@@ -44,7 +44,7 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
         elif isinstance(e, ImportError):
             hint = f"Type: pip install {'open_clip_torch' if name.startswith('open_clip') else 'transformers'}"
         elif isinstance(e, OSError) and not checkpoint:
-            hint = f"Without a network, give {'--checkpoint FILE or ' * ('checkpoint' in args)}local-dir:FOLDER."
+            hint = f"Without a network, give {'--checkpoint FILE or ' * hasattr(args, 'checkpoint')}local-dir:FOLDER."
         elif 'nknown model' in str(e) or 'pretrained tag' in str(e):
             hint = suggest(name, [*timm.list_models(), *timm.list_pretrained()])
         source = f"checkpoint '{checkpoint}'" if checkpoint else f"'{name}'"

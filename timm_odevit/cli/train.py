@@ -46,8 +46,7 @@ def shrink(args: Any) -> None:
             command=args.started, progress=not args.quiet)
     except KeyboardInterrupt:
         found = [str(best) for name in ('student', 'plain') if (best := Path(args.out, name, BEST)).exists()]
-        print(f"\nThe best so far: {', '.join(found) or 'nothing yet'}. "
-              'To continue, repeat the command with --resume.')
+        print(f"\nThe best so far: {', '.join(found) or 'nothing yet'}.")
         raise
     print(f'\n{verdict}')
 

@@ -195,7 +195,7 @@ def _set_input_size(model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
-    """The base's groups of parameters by depth, for layer decay: a shared block counts as its first layer."""
+    """The base's groups of parameters by depth, for layer decay: all shared blocks count as the first layer."""
     renamed = {name: name for name, _ in model.named_parameters()}
     for prefix, ode in ((n, m) for n, m in model.named_modules() if isinstance(m, OdeBlocks)):
         layers, kept = ode.layers, len(ode.after)

@@ -164,10 +164,11 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
         >>> config = choose_size(vit, '25%')
         >>> print(convert_(vit, config))
     """
+    config = OdeConfig.from_keywords(config, {}, 'choose_size')
     if config.field != 'native':
         raise ValueError("choose_size works only for field='native'. Set phases yourself.")
-    size = parse_size(target, next(model.parameters()).element_size())
     check_convertible(model, replace(config, phases=1))
+    size = parse_size(target, next(model.parameters()).element_size())
     parts = [site.converted(config) for site in find_stages(model)]
     layers, total = max(map(len, parts)), sum(map(len, parts))
 

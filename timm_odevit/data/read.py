@@ -126,11 +126,11 @@ def read_data(
                 number, fits, words, held_out=share if split else 0.)
 
 
-def with_test(data: Data, source: Any, model: Any) -> Data:
+def with_test(data: Data, source: Any, model: Any, config: DataConfig | None = None) -> Data:
     """With those images of another source, in any form that `read_data` takes, that would evaluate a model."""
     own = not data.labelled and data.num_classes > 0  # classes that are not the model's
-    other = read_data(source, model, labels=data.labelled or own, held_out=0., any_classes=own)
-    if own and other.classes != data.classes:
+    other = read_data(source, model, config, labels=data.labelled or own, held_out=0., any_classes=own)
+    if own and (other.classes != data.classes or not other.num_classes):
         raise ValueError(f"'{source}' does not have the classes of the other images. Give a folder for each of them.")
     if data.labelled:
         warn_of_other_classes(model, other.classes, source)
@@ -166,7 +166,7 @@ def _parts(
     """The parts, with labels of the data's own; the names of its classes; their number; the parts in words."""
     if kind == 'npz':
         words = {part: f'x_{part} of {source}' for part in ('train', 'test')}
-        return *read_npz(source, getattr(model, 'in_chans', None), labelled), words
+        return *read_npz(source, getattr(model, 'in_chans', None), labelled, any_classes), words
     if kind == 'folder':
         folders = folder_parts(source) or {'train': source}
         words = {part: str(path) for part, path in folders.items()}

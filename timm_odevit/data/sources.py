@@ -110,13 +110,14 @@ def is_img(path: Any) -> bool:
 
 
 def read_npz(
-        path: str | Path, channels: int | None, labelled: bool,
+        path: str | Path, channels: int | None, labelled: bool, any_classes: bool,
 ) -> tuple[dict[str, Part], list[str] | None, int]:
-    """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number."""
+    """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number, or 0."""
     x: dict[str, Tensor] = {}
     y: dict[str, Tensor] = {}
     try:
         with np.load(path) as archive:  # which unpickles nothing
+            labelled = labelled and not (any_classes and channels and 'y_train' not in archive)
             for part in ('train', 'test') if labelled or 'x_test' in archive else ('train',):
                 if channels:
                     x[part] = torch.as_tensor(archive[f'x_{part}'])
@@ -134,7 +135,7 @@ def read_npz(
     parts = {part: (x.get(part), checked_labels(labels, len(x.get(part, labels)))) for part, labels in y.items()}
     number = 1 + max(int(labels.max()) for _, labels in parts.values())
     if names is None:
-        return parts, None, number
+        return parts, None, number * labelled
     if names.ndim != 1 or names.dtype.kind != 'U' or len(names) < number:
         raise ValueError(f"'{path}' must hold classes, a name for each label from 0 to {number - 1}; got {names.dtype} "
                          f'{list(names.shape)}.')

@@ -2,6 +2,7 @@
 import copy
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..data.preprocessing import check_labels
+from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .results import NO_CLASS, EmbeddingResult, Evaluation, passes
 
@@ -95,6 +97,8 @@ def without_classifiers(*models: Any) -> Any:
         if getattr(model, 'num_classes', 0):
             try:
                 model.reset_classifier(0)
+                for ode in find_ode_blocks(model):  # without classes, no image can halt
+                    ode.config = replace(ode.config, halting=None)
             except Exception as e:
                 raise ValueError(f'The head of this {type(model).__name__} cannot be left out: {one_line(e)}. Give '
                                  'one without.') from e

@@ -60,6 +60,7 @@ def export_model(
     format = one_of(tuple(FORMATS))(f"format of '{path}':", path.suffix[1:])
     odes, dtype = find_ode_blocks(model), dtype_of(model)
     for wrong, why in (
+            (not hasattr(model, 'in_chans'), f'Expected a timm model; got a {type(model).__name__}.'),
             (path.is_dir() or (path.exists() and not overwrite),
              f"'{path}' exists. Give another file, or overwrite=True (--overwrite)."),
             ((int8 or bits or any_steps) and format != 'onnx',

@@ -57,7 +57,9 @@ def from_torchvision(vit: nn.Module, *, weights: tv.WeightsEnum | None = None) -
     """
     host = unwrap_model(vit)
     if type(host) is not tv.VisionTransformer:  # a subclass may compute anything; timm has a namesake
-        raise _unexpected('from_torchvision', host, "torchvision's VisionTransformer, no subclass")
+        raise unexpected('from_torchvision', host, "torchvision's VisionTransformer, no subclass")
+    if not isinstance(weights, (tv.WeightsEnum, type(None))):
+        raise unexpected('from_torchvision', weights, 'weights such as torchvision.models.ViT_B_16_Weights.DEFAULT')
     conv, layers = host.conv_proj, dict(host.encoder.layers.named_children())
     heads = [(name, module) for name, module in host.heads.named_modules(prefix='heads')
              if not isinstance(module, (nn.Sequential, nn.Identity))]
@@ -103,8 +105,8 @@ def from_open_clip(model: nn.Module) -> VisionTransformer:
     host = unwrap_model(model)
     host = unwrap_model(getattr(host, 'visual', host))
     if type_of(host) != 'open_clip.transformer.VisionTransformer':
-        raise _unexpected('from_open_clip', host, "open_clip's own VisionTransformer, or a model with one. Of a "
-                                                  'TimmModel, use model.visual.trunk as it is')
+        raise unexpected('from_open_clip', host, "open_clip's own VisionTransformer, or a model with one. Of a "
+                                                 'TimmModel, use model.visual.trunk as it is')
     if host.proj is None or host.attn_pool is not None or host.pool_type not in ('tok', 'avg'):
         raise _refusal(host, 'it must have a projection (proj), and pool by its class token or the average')
     first, cfg, average = host.transformer.resblocks[0], getattr(host, 'preprocess_cfg', {}), host.pool_type == 'avg'
@@ -141,7 +143,7 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
     host = outer.vision_model if kind_of(outer) in HOLDERS else outer
     kind = kind_of(host)
     if kind not in _TOWERS:
-        raise _unexpected('from_transformers', host, 'CLIPModel, SiglipModel or the vision model of one')
+        raise unexpected('from_transformers', host, 'CLIPModel, SiglipModel or the vision model of one')
     cfg, clip, projection = host.config, kind == 'CLIPVisionModel', getattr(outer, 'visual_projection', None)
     if not clip and not host.use_head:
         raise _refusal(host, 'it has no pooling head (vision_use_head=False)')
@@ -179,7 +181,7 @@ def type_of(model: Any) -> str:
     return f'{type(model).__module__}.{type(model).__qualname__}'
 
 
-def _unexpected(caller: str, host: Any, expected: str) -> TypeError:
+def unexpected(caller: str, host: Any, expected: str) -> TypeError:
     return TypeError(f'{caller} got a {type_of(host)}; expected {expected}.')
 
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from ..convert.conversion import Replacements
 from ..hooks import on_meta, watch_blocks
-from .from_libraries import HOLDERS, kind_of, type_of
+from .from_libraries import HOLDERS, kind_of, type_of, unexpected
 
 _OPEN_CLIP = ('open_clip.transformer.VisionTransformer', 'open_clip.timm_model.TimmModel')
 
@@ -46,14 +46,16 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
     """
     program = unwrap_model(model)
     visual = unwrap_model(getattr(program, 'visual', None))
+    if not hasattr(tower, 'forward_head'):
+        raise unexpected('put_tower_', tower, 'a timm model as the tower')
     if kind_of(program) in HOLDERS:
         modules = _in_transformers(program, tower)
     elif type_of(visual) in _OPEN_CLIP and not getattr(visual, 'output_tokens', False):
         modules = {'visual': _in_open_clip(visual, tower)}
     else:
-        raise TypeError(
-            f'put_tower_ got a {type(program).__name__}; expected a {", ".join(HOLDERS)} of transformers, or of '
-            'open_clip, a model whose visual is its VisionTransformer or a TimmModel and gives no patch tokens.')
+        raise unexpected(
+            'put_tower_', program, f'a {", ".join(HOLDERS)} of transformers, or of open_clip, a model whose visual is '
+                                   'its VisionTransformer or a TimmModel and gives no patch tokens')
     return PutTower(program, [(program, name, module) for name, module in modules.items()])
 
 

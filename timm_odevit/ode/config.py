@@ -10,8 +10,6 @@ from .methods import METHODS
 FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeField}
 PREFIX = 'ode_'
 LARGEST_STEPS = 10_000  # each is a module
-GONE: dict[str, tuple[Any, ...]] = {  # settings of earlier versions, with the values that saved files may still have
-    'averaged': (False, True), 'adjoint': (False,), 'boundaries': ('uniform',), 'time': ('autonomous',), 'rank': (0,)}
 
 
 def adaptive_methods() -> list[str]:
@@ -25,9 +23,10 @@ def _method(name: str, value: Any) -> str:
 
 
 def _steps(name: str, value: Any) -> Any:
+    each = integer(1, none='the number of converted layers', most=LARGEST_STEPS)
     if isinstance(value, (list, tuple)) and value:
-        return tuple(_steps(name, steps) for steps in value)
-    return integer(1, none='the number of converted layers', most=LARGEST_STEPS)(name, value)
+        return tuple(each(name, steps) for steps in value)
+    return each(name, value)
 
 
 def _blocks(name: str, value: Any) -> Any:
@@ -120,9 +119,6 @@ class OdeConfig(Settings):
     def from_args(cls, args: Mapping[str, Any], caller: str, prefix: str = PREFIX) -> 'OdeConfig':
         """The settings from keywords with a prefix; TypeError, in the caller's name, if one is unknown."""
         values = {name.removeprefix(prefix): value for name, value in args.items()}
-        for name, accepted in GONE.items():
-            if (value := values.pop(name, accepted[0])) not in accepted:
-                raise ValueError(f'{prefix}{name}={value!r} is no longer possible. Convert the original model again.')
         refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
         return cls(**values)
 

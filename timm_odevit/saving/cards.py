@@ -28,7 +28,7 @@ def model_card(
     license = license or cfg.get('license')
     if not license:
         raise ValueError("The licence of these weights is not known. Give license=, such as 'apache-2.0'.")
-    if results and not (dataset and all('agreement' in row for row in results)):
+    if results and not (dataset and isinstance(results, list) and all('agreement' in row for row in results)):
         raise ValueError("results must be rows of json.loads(evaluate(...).to_json()), with the name of their dataset, "
                          "such as dataset='CIFAR-100'.")
     blocks = find_ode_blocks(model)

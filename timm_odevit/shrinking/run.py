@@ -20,7 +20,7 @@ from ..data.preprocessing import model_name
 from ..distributed import alone_in
 from ..files import to_json, write_text
 from ..hooks import random_states_kept
-from ..ode.blocks import count_parameters
+from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.config import OdeConfig
 from ..saving.save import copy_model
 from ..settings import number
@@ -86,6 +86,7 @@ def shrink(
         raise ValueError('Give a size, or the share to keep, not both.')
     if keep is not None:
         keep = float(number(0., 1., open='()')('keep', parse_size(keep) if isinstance(keep, str) else keep))
+    find_ode_blocks(model)  # refuses what is no model
     check_unused(folder, resume, folder / RUN)
     with alone_in(folder), random_states_kept(next(model.parameters()).device):
         began = time.perf_counter()

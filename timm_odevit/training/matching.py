@@ -39,8 +39,9 @@ def check_models(student: Any, teacher: Any) -> None:
 
 def _alike(model: Any) -> dict[str, Any]:
     names = 'embed_dim', 'in_chans', 'num_prefix_tokens', 'num_classes'
+    embed = getattr(model, 'patch_embed', None)
     return {**{name: getattr(model, name, None) for name in names},
-            'patch grid': getattr(model.patch_embed, 'grid_size', None) or model.patch_embed.num_patches}
+            'patch grid': getattr(embed, 'grid_size', None) or getattr(embed, 'num_patches', None)}
 
 
 def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:

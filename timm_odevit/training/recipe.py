@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from ..data.batches import DataConfig
-from ..ode.config import GONE, OdeConfig
+from ..ode.config import OdeConfig
 from ..settings import Check, Settings, flag, integer, many, one_line, one_of, setting, suggest
 from .config import FitConfig, LossConfig
 
@@ -107,7 +107,7 @@ class Recipe(Settings):
         >>> recipe = Recipe.load('three_blocks', ['ode.steps=12', 'stages.1.fit.epochs=20'])
         >>> print(recipe.to_yaml())
     """
-    ode: dict[str, Any] | None = setting(None, _section([*OdeConfig.names(), *GONE]))
+    ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
     model: str | None = None
     model_args: dict[str, Any] | None = setting(None, _section())
     data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))

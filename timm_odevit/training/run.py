@@ -63,6 +63,8 @@ def train(
         >>> history = train(recipe, 'photos', 'run', teacher=teacher)
         >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
+    if not isinstance(recipe, Recipe):
+        raise TypeError(f"train runs a Recipe; got {recipe!r}. Give one, such as Recipe.load('three_blocks').")
     if student is not None:
         recipe = replace(recipe, ode=None)
     for model in (teacher, student):
@@ -106,12 +108,16 @@ def train(
         if rank == 0 and not (folder / RECIPE).exists():
             run.write()
             write_text(folder / RECIPE, recipe.to_yaml())
-        history, best = run.train(minutes, resume, progress and rank == 0, on_epoch)
+
+        def done(record: Any) -> None:
+            write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
+            if on_epoch is not None:
+                on_epoch(record)
+        history, best = run.train(minutes, resume, progress and rank == 0, done)
         if rank == 0:
             copy_model(best, folder / BEST)
             used = run.recipe.without_shares(run.own[0]) if len(run.own) == 1 else run.recipe
             write_text(folder / BEST / RECIPE, used.to_yaml())
-            write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
             write_text(folder / HISTORY, to_json(history))
     return history
 
