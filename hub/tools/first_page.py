@@ -63,13 +63,12 @@ def which():
     """The published models as files, in the terms of `odevit shrink`; hub/verdict.json has a few more."""
     lines, trained = [], {name: record['trained_at'] for name, record, _ in published()}
     for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
-        first = group['rows'][0]
         for row in group['rows']:
             name, *more = row['name'].split(', ')
             several = len(trained.get(name, ())) > 1  # then only the better file: three blocks learnt with 4 bits
             if row['kind'] == 'student' and ('native' not in name or (several and ('int8' in more) == ('three' in name))):
                 continue
-            ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], first['ms'], strict=True)]
+            ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], group['rows'][0]['ms'], strict=True)]
             words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
                      "[three of DeiT-tiny's blocks](hub/TRAINING.md#three-blocks-on-a-gpu)")
             lines.append([words, ', '.join(more) or 'float32',
