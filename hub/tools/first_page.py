@@ -65,8 +65,8 @@ def which():
     for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
         for row in group['rows']:
             name, *more = row['name'].split(', ')
-            several = len(trained.get(name, ())) > 1  # then only the better file: three blocks learnt with 4 bits
-            if row['kind'] == 'student' and ('native' not in name or (several and ('int8' in more) == ('three' in name))):
+            worse = 'int8' if 'three' in name else '4 bits'  # of students for any K: three blocks learnt with 4 bits
+            if row['kind'] == 'student' and ('native' not in name or (len(trained[name]) > 1 and worse in more)):
                 continue
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], group['rows'][0]['ms'], strict=True)]
             words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
