@@ -212,7 +212,6 @@ def test_prune_intermediate_layers(vit, images):
 
 def test_a_wrapper_in_the_place_of_the_shared_block_is_used(vit, images):
     model = converted(vit)
-
     class Louder(Field):
         def __init__(self, inner):
             super().__init__()
@@ -223,7 +222,6 @@ def test_a_wrapper_in_the_place_of_the_shared_block_is_used(vit, images):
 
         def mlp(self, *args):
             return self.inner.mlp(*args)
-
     before = model(images)
     model.blocks.shared = Louder(model.blocks.shared)
     assert not torch.allclose(model(images), before)
@@ -231,6 +229,8 @@ def test_a_wrapper_in_the_place_of_the_shared_block_is_used(vit, images):
     with pytest.raises(AttributeError):
         model.blocks.shared = torch.nn.Identity()
     assert model.blocks.shared is held and model.blocks[0].field is held
+    with pytest.raises(TypeError, match='Use DistributedDataParallel'):  # before it replaces the block in the original's steps
+        model.blocks._replicate_for_data_parallel()
 
 
 def test_no_state_is_left_on_the_modules(vit, images):

@@ -32,7 +32,6 @@ def test_it_brings_the_student_to_the_teacher(vit):
     data = torch.randn(32, 3, 16, 16)
     student.train()
     student.head.requires_grad_(False)
-
     def error():
         with torch.no_grad():
             return (student(data) - teacher(data)).square().mean().item()
@@ -58,7 +57,6 @@ def test_interrupted_it_leaves_both_models_as_they_were(vit, monkeypatch, when):
     student.train()
     student.head.requires_grad_(False)
     before, calls, forward = state(student), [], TrajectoryDistillationTask.forward
-
     def stop(task, *args):
         calls.append(task.get_eval_model().norm.seen.add_(1))
         if len(calls) == when:
@@ -140,7 +138,6 @@ def close_pair(vit):
 
 def test_a_student_that_has_little_to_learn_learns_slowly(vit):
     data = torch.randn(8, 3, 16, 16)
-
     def rate(made, **chosen):
         student, teacher = made(vit)
         return calibrate_(student, teacher, data, epochs=1, batch_size=4, progress=False, **chosen)[0]['lr']
@@ -159,7 +156,6 @@ def test_it_leaves_a_student_that_it_makes_worse_as_it_was(vit):
 
 def test_every_epoch_has_orders_of_its_own():
     seen = []
-
     class Loader(list):
         set_epoch = staticmethod(seen.append)
     stream = Stream(Loader([1, 2]), 3)

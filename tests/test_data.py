@@ -393,10 +393,10 @@ def test_classes_of_one_image_stay_in_training(vit, images):
 
 
 def test_classes_that_sort_alike_have_an_order(tmp_path):
-    for name in ('Cat', 'cat', '1', '01', 'CAT', '001'):
+    for name in ('Cat', 'cat', '1', '①', '01', 'CAT', '001'):
         picture(tmp_path / name / 'A1.png')
         picture(tmp_path / name / 'a01.png')
-    assert files_in(tmp_path)[2] == ['001', '01', '1', 'CAT', 'Cat', 'cat']  # whatever the order of a set
+    assert files_in(tmp_path)[2] == ['001', '01', '1', 'CAT', 'Cat', 'cat', '①']  # whatever the order of a set
 
 
 @pytest.mark.parametrize('channels', [1, 2, 3, 4])

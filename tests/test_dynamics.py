@@ -398,6 +398,8 @@ def test_rates_are_per_unit_of_time():
     flow = Flow(torch.ones(1, 2), (lambda x: 2 * x,) * 2, (0., 0.5, 1.))
     assert lipschitz_constants(flow).values.tolist() == [pytest.approx([2., 2.])]
     assert trajectory_geometry(flow).speed.tolist() == [pytest.approx([8 ** 0.5, 32 ** 0.5])]
+    flow = Flow(torch.ones(1, 2), (lambda x: x, lambda x: 3 * x), (0., 1., 2.))  # what the first finds is no start for the second
+    assert lipschitz_constants(flow).values.tolist() == [pytest.approx([0., 2.])]
 
 
 def test_the_error_of_one_step_is_its_local_error(vit, images):

@@ -64,7 +64,6 @@ def test_step_is_a_constant_rate(vit):
 def test_a_part_of_the_loss_is_averaged_over_the_updates_that_have_it(vit):
     class Sometimes(ClassificationTask):
         calls = 0
-
         def forward(self, input, target):
             self.calls += 1
             part = {'part_loss': torch.tensor(3.)} if self.calls % 2 else {}
@@ -92,7 +91,6 @@ def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypat
     expected = run(whole, **settings)
     interrupted = build(vit)
     save = torch.save
-
     def save_twice_then_stop(state, path):
         if len(state['history']) == 3:
             raise KeyboardInterrupt
@@ -150,7 +148,6 @@ def test_a_run_of_some_minutes_is_resumed_as_it_was_planned(vit, tmp_path, monke
     plan = torch.load(tmp_path / 'whole' / 'last.pt', weights_only=True)['plan']
     assert len(expected) == plan['epochs'] >= 10 and 1 <= plan['updates'] <= 4
     again, epoch, seen = build(vit), Trainer.epoch, []
-
     def stop(trainer, *args):
         seen.append(1)
         if len(seen) == 4:
@@ -348,7 +345,6 @@ def test_another_size_of_the_batches_is_not_a_resumption(vit, tmp_path):
 def test_a_folder_in_use_is_refused_at_once_and_a_killed_run_does_not_block(vit, tmp_path):
     fork = multiprocessing.get_context('fork')
     holding = fork.Event()
-
     def hold():
         with locked(tmp_path / 'run'):
             holding.set()

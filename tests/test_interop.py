@@ -106,10 +106,8 @@ def test_the_same_embedding_and_gradients_saved_reloaded_and_put_back(build, map
     a = images.clone().requires_grad_()
     tower(a).square().sum().backward()
     assert a.grad.abs().max() > 0
-
     again = reloaded(tower, tmp_path / 'tower')
     assert torch.equal(again(images), tower(images))
-
     put = put_tower_(program, again)
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
     put.restore()

@@ -98,7 +98,7 @@ def test_the_wheel_has_every_folder_of_the_package_and_the_published_models():
     assert set(about.packages) == {'.'.join(path.relative_to(PACKAGE.parent).parts) for path in with_files} | {'timm_odevit.published'}
     assert about.package_dir == {'timm_odevit.published': 'hub'}
     for path in PACKAGE.rglob('*.*'):  # what is read as data
-        if path.suffix in ('.md', '.html', '.yaml') and path.parent.name != 'published':
+        if path.suffix in ('.md', '.html', '.txt', '.yaml') and path.parent.name != 'published':
             kinds = about.package_data['.'.join(path.parent.relative_to(PACKAGE.parent).parts)]
             assert any(path.match(kind) for kind in kinds), path
     # it is found by its folder, which the source distribution must have too

@@ -59,8 +59,6 @@ def test_the_published_page_is_that_of_the_published_weights(tmp_path, monkeypat
 
 
 
-
-
 def logits(page, images, steps):
     given = [json.dumps(images.flatten(1).tolist()), steps]  # playwright is slow with long lists
     return torch.tensor(page.evaluate('([text, K]) => JSON.parse(text).map(x => [...logits(Float32Array.from(x), K)])', given))

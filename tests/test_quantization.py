@@ -4,8 +4,8 @@ import timm
 import torch
 from conftest import snapshot
 
-from timm_odevit import FitConfig, TrajectoryDistillationTask, convert_, fit, save_pretrained
-from timm_odevit.quantization import in_groups, packed, rounded, unpacked
+from timm_odevit import FitConfig, TrajectoryDistillationTask, convert_, fit, quantize_, save_pretrained
+from timm_odevit.quantization import in_groups, is_rounded, packed, rounded, unpacked
 
 
 @pytest.mark.parametrize('shape', [(64, 32), (3, 5, 70), (192, 3, 4, 4), (1100, 2)])
@@ -77,3 +77,24 @@ def test_training_with_rounding_is_better_when_rounded(vit):
             errors[bits] = float((student(batch[0]) - teacher(batch[0])).square().mean())
         assert all(len(p.unique()) > 64 for p in student.parameters() if p.numel() > 1024)  # numbers are kept whole
     assert errors[2] < 0.7 * errors[None] and history
+
+
+def test_rounding_for_images_is_better_on_them_and_stored_as_it_is(vit, tmp_path):
+    model, images = vit(embed_dim=64), torch.randn(64, 3, 16, 16)
+    convert_(model, steps=4, phases=2)
+    with torch.no_grad():
+        whole = model(images)
+        with rounded(model, 4):
+            nearest = (model(images) - whole).norm()
+        quantize_(model.train(), images)
+        assert model.training and (model.eval()(images) - whole).norm() < 0.7 * nearest
+    again = timm.create_model(f"local-dir:{save_pretrained(model, tmp_path / 'a', bits=4)}", pretrained=True)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True) if is_rounded(p))
+
+
+def test_images_that_are_not_finite_leave_a_model_as_it_is(vit):
+    model = vit(embed_dim=64)
+    before = snapshot(model)
+    with pytest.raises(ValueError, match='values that are not finite'):
+        quantize_(model, torch.full((2, 3, 16, 16), torch.nan))
+    assert snapshot(model) == before and not any(module._forward_pre_hooks for module in model.modules())

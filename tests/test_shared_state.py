@@ -25,7 +25,6 @@ kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.ph
 
 def in_threads(work, count=8):
     ready = threading.Barrier(count)
-
     def run(i):
         ready.wait()
         with torch.inference_mode():
@@ -44,7 +43,6 @@ def test_threads_get_the_answers_of_one(vit, config):
         for count in counts:
             expected[count] = [with_steps(model, count)(batch) for batch in images.split(8)]
     before = snapshot(model)
-
     def work(i):
         count = counts[i % len(counts)]
         view = with_steps(model, count)
@@ -103,7 +101,6 @@ def test_training_beside_inference_gives_the_gradients_of_one_thread(vit, images
     model = converted(vit, OdeConfig(phases=2))
     parameters = list(model.parameters())
     expected = torch.autograd.grad(model(images).square().sum(), parameters)
-
     def work(i):
         if i % 2:
             return [model(images) for _ in range(10)][-1]
@@ -150,7 +147,6 @@ def test_an_exception_anywhere_in_the_block_leaves_no_trace(vit, images, config)
     before = snapshot(model)
     for after in range(0, 3000, 31):
         count = 0
-
         def trace(frame, event, arg, after=after):
             nonlocal count
             count += event == 'call'

@@ -116,12 +116,8 @@ def test_rates_of_dropout_carry_over(build):
     vit = build(DROPOUT_HEADS, dropout=0.1, attention_dropout=0.2).train()
     vit.encoder.dropout.p = 0.4
     model = from_torchvision(vit)
-    rates = {name: m.p for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
-    expected = {'pos_drop': 0.4, 'head_drop': 0.3}
-    for i in range(3):
-        expected.update({f'blocks.{i}.attn.attn_drop': 0.2, f'blocks.{i}.attn.proj_drop': 0.1,
-                         f'blocks.{i}.mlp.drop1': 0.1, f'blocks.{i}.mlp.drop2': 0.1})
-    assert rates == expected
+    rates = {(name.rpartition('.')[2], m.p) for name, m in model.named_modules() if isinstance(m, nn.Dropout)}
+    assert rates == {('pos_drop', 0.4), ('head_drop', 0.3), ('attn_drop', 0.2), ('proj_drop', 0.1), ('drop1', 0.1), ('drop2', 0.1)}
     assert model._model_args['proj_drop_rate'] == 0.1 and model._model_args['attn_drop_rate'] == 0.2
 
 

@@ -4,8 +4,8 @@ The rooms of the package, from the ground up; each imports only from those above
 
 settings            settings as dataclasses that check themselves; words that messages share
 files, distributed  files that are complete or absent; several processes of one run
-quantization        weights in a few bits
 hooks               hooks and modes that are restored; the hidden states of a model while it runs
+quantization        weights in a few bits
 ode                 the mathematics
 data                images and labels in batches
 convert             from a pretrained transformer to an ODE-ViT, and back
@@ -35,6 +35,7 @@ from .interop.from_libraries import from_open_clip, from_torchvision, from_trans
 from .interop.put_tower import put_tower_
 from .ode.blocks import with_steps
 from .ode.config import OdeConfig
+from .quantization import quantize_
 from .saving.save import push_to_hub, save_pretrained
 from .shrinking.run import shrink
 from .shrinking.verdict import Verdict
@@ -45,13 +46,12 @@ from .training.run import calibrate_, train
 from .training.tasks import TrajectoryDistillationTask
 
 __all__ = [
-    'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe',
-    'TrajectoryDistillationTask', 'Verdict', '__version__', 'attention_over_time', 'calibrate_',
-    'calibrate_halting', 'check_convertible', 'choose_size', 'class_over_time', 'convert_',
-    'discretisation_errors', 'evaluate', 'evaluate_embeddings', 'export_model', 'fit',
-    'from_open_clip', 'from_torchvision', 'from_transformers', 'lipschitz_constants',
-    'list_convertible', 'lyapunov_exponents', 'push_to_hub',
-    'put_tower_', 'save_pretrained', 'shrink', 'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
+    'Conversion', 'Evaluation', 'FitConfig', 'LossConfig', 'OdeConfig', 'Recipe', 'TrajectoryDistillationTask',
+    'Verdict', '__version__', 'attention_over_time', 'calibrate_', 'calibrate_halting', 'check_convertible',
+    'choose_size', 'class_over_time', 'convert_', 'discretisation_errors', 'evaluate', 'evaluate_embeddings',
+    'export_model', 'fit', 'from_open_clip', 'from_torchvision', 'from_transformers', 'lipschitz_constants',
+    'list_convertible', 'lyapunov_exponents', 'push_to_hub', 'put_tower_', 'quantize_', 'save_pretrained', 'shrink',
+    'spectral_norms', 'train', 'trajectory_geometry', 'with_steps',
 ]
 
 

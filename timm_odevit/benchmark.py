@@ -133,12 +133,12 @@ def _time(
     timings: list[Timing] = []
     for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
         low, median, high = (np.percentile(seconds, (25, 50, 75)) / len(of)).tolist()
-        evaluations = []
+        evaluations = 0.
         for batch in of:
             model(batch)
-            evaluations.append(sum(float(ode.evaluations) for ode in find_ode_blocks(model)))
+            evaluations += sum(ode.evaluations for ode in find_ode_blocks(model))
         timings.append(Timing(
-            name, size, median, high - low, float(np.median(seconds / times[0])), sum(evaluations) / len(of) or None,
+            name, size, median, high - low, float(np.median(seconds / times[0])), evaluations / len(of) or None,
             peak_of(partial(model, of[-1]), of[-1].device), count_parameters(model),
             sum(weight.nbytes for weight in model.state_dict().values())))
     return timings

@@ -34,7 +34,7 @@ def in_first_process(do: Callable[[], Any]) -> Any:
             outcome[1] = e
     if world > 1:
         dist.broadcast_object_list(outcome)
-    if outcome[1] is not None:
+    if outcome[1]:
         raise outcome[1]
     return outcome[0]
 

@@ -2,7 +2,7 @@
 import random
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from threading import Lock, get_ident
 from typing import Any
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 AMP_DTYPES = {None: None, 'bfloat16': torch.bfloat16, 'float16': torch.float16}  # by the names that settings use
 _USERS: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # by module, how many need it in eval mode
 _LOCK = Lock()
-_INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'normal_', 'sub_', 'uniform_', 'zero_',
+_INITIALISES = {'add_', 'clamp_', 'div_', 'erfinv_', 'fill_', 'mul_', 'sub_', 'zero_',
                 *(name for name in dir(nn.init) if name.endswith('_') and not name.startswith('_'))}
 
 
@@ -67,7 +67,7 @@ def lent(model: nn.Module | None) -> Iterator[None]:
             p.requires_grad_(flag)
 
 
-def autocast(device: torch.device, dtype: torch.dtype | None) -> AbstractContextManager[Any]:
+def autocast(device: torch.device, dtype: torch.dtype | None) -> Any:
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype)
 
 

@@ -2,7 +2,6 @@
 import inspect
 import math
 import re
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
@@ -11,7 +10,8 @@ from typing import Any
 
 from typing_extensions import Self
 
-Check = Callable[[str, Any], Any]  # takes a name and a value; returns the value to keep, or raises ValueError
+# takes a name and a value; returns the value to keep, or raises ValueError; allows None if `none` says what it means
+Check = Callable[[str, Any], Any]
 
 
 def setting(default: Any, check: Check) -> Any:
@@ -31,9 +31,12 @@ class Settings:
     def _check(self) -> None:
         """Conditions on several settings."""
 
+    def changed(self) -> dict[str, Any]:
+        """Those that are not the defaults."""
+        return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
+
     def __repr__(self) -> str:
-        changed = (f'{f.name}={value!r}' for f in fields(self) if (value := getattr(self, f.name)) != f.default)
-        return f"{type(self).__name__}({', '.join(changed)})"
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in self.changed().items())})"
 
     @classmethod
     def names(cls) -> list[str]:
@@ -85,7 +88,7 @@ def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
 
 
 def integer(least: int | None, none: str = '', most: float = math.inf) -> Check:
-    """A whole number, of at least `least` unless that is None; or None, if `none` says what None stands for."""
+    """A whole number, of at least `least` unless that is None."""
     def keep(value: Any) -> int | None:
         whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's too
         return int(value) if whole and (least is None or value >= least) and value <= most else None
@@ -106,12 +109,12 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
     def keep(value: Any) -> float | None:
         real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
         inside = (least < real if '(' in open else least <= real) and (real < most if ')' in open else real <= most)
-        return real if inside and real <= sys.float_info.max else None  # NaN is not inside
+        return real if inside and math.isfinite(real) else None  # NaN is not inside
     return _kept(allowed, keep, none)
 
 
 def one_of(allowed: Sequence[Any], none: str = '') -> Check:
-    """One of a few words; or None, if `none` says what None stands for."""
+    """One of a few words."""
     words = ', '.join(allowed) + (f', or None for {none}' if none else '')
 
     def check(name: str, value: Any) -> Any:
@@ -132,6 +135,7 @@ def many(each: Check, what: str) -> Check:
 def one_line(error: BaseException) -> str:
     """An error's message on one line, cut after 400 characters."""
     text = ' '.join(str(error).split()).encode(errors='replace').decode() or type(error).__name__  # of names of files
+    text = re.sub('^Caught .*?Error: ', '', text)  # in a worker of a loader
     text = re.sub('(("[^"]+", ){2})("[^"]+", )*"[^"]+"', r'\1...', text)  # of many keys, the first two
     return text if len(text) <= 400 else f'{text[:400]} ...'
 

@@ -55,11 +55,11 @@ if __name__ == '__main__':
     torch.set_num_threads(1)
     found = []
     for size, group in chosen(args.data.stem, args.plain).items():
-        batches = list(read_data(args.data, group[0].model, DataConfig(batch_size=1000)).test)
-        images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        data = read_data(args.data, group[0].model, DataConfig(batch_size=1000))
+        images, labels = (torch.cat(parts) for parts in zip(*data.test, strict=True))
         held = Held(images, labels, torch.zeros(len(images)), 'accuracy')
         with tempfile.TemporaryDirectory() as folder:
-            rows, notes = measure(group, held, Path(folder), progress=print)
+            rows, notes = measure(group, held, data.sample('train', 128)[0], Path(folder), progress=print)
         print(*notes, sep='\n')
         by_name = {each.name: each.model for each in group}  # what cannot be exported has no row
         found.append({'data': args.data.stem, 'size': size, 'images': len(images), 'rows': [

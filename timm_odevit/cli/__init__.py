@@ -19,11 +19,10 @@ import traceback
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-PACKAGE = Path(next(iter(find_spec('timm_odevit').submodule_search_locations)))  # type: ignore
+PACKAGE = Path(__file__).parents[1]
 COMMANDS = ('shrink', 'finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'halt', 'predict', 'export',
             'push', 'recipe', 'benchmark', 'script')
 SHARED = """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_model, push_to_hub
+from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_model, push_to_hub, quantize_
 from timm_odevit import evaluate as evaluate_classes
 
 from ..benchmark import benchmark as measure_speed
@@ -23,6 +23,7 @@ from ..export.files import load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
+from ..quantization import ENOUGH
 from ..saving.cards import model_card
 from ..saving.save import CARD
 from ..settings import one_line
@@ -50,17 +51,15 @@ def evaluate(args: Any) -> None:
     model = load(args.model, args)
     teacher = load(args.teacher, args)
     embedding = args.embedding or not model.num_classes
-    data = _data(args, model, args.held_out, embedding)
+    data = _data(args, model, embedding)
     loader, words = (data.test, data.words['test']) if args.test else data.evaluated()
     if embedding:
         host, (model, teacher) = model, without_classifiers(model, teacher)
         words += ', outputs without the head' * (model is not host)
-    for each in (model, teacher):
-        if each is not None and not embedding:
-            warn_of_other_classes(each, data.classes, args.data)
+    for each in () if embedding else (model, teacher):
+        warn_of_other_classes(each, data.classes, args.data)
     recipe, blocks = _recipe(model), find_ode_blocks(model)
-    options: Any = dict(
-        steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
+    options: Any = dict(steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
     if embedding:
         others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
         results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
@@ -82,8 +81,8 @@ def _recipe(model: Any) -> Recipe | None:
         return None
 
 
-def _data(args: Any, model: nn.Module, held_out: float | None, any_classes: bool = False) -> Data:
-    given: Any = {} if held_out is None else {'held_out': held_out}
+def _data(args: Any, model: Any, any_classes: bool = False) -> Data:
+    given: Any = {} if args.held_out is None else {'held_out': args.held_out}
     config = DataConfig(batch_size=args.batch_size, workers=args.workers, **given)
     data = read_data(args.data, model, config, held_out=None if given else 0., any_classes=any_classes)
     if getattr(args, 'test', None):
@@ -107,7 +106,7 @@ def halt(args: Any) -> None:
     """
     refuse_existing(args.out)
     model = load_with_steps(args)
-    data = _data(args, model, args.held_out)  # not the test images
+    data = _data(args, model)  # not the test images
     warn_of_other_classes(model, data.classes, args.data)
     setting = calibrate_halting(model, data.evaluated()[0], max_drop=args.max_drop, progress=not args.quiet)
     print(setting)
@@ -123,7 +122,7 @@ def benchmark(args: Any) -> None:
 
     model...  timm names, or 'local-dir:FOLDER' of saved models; they are compared with the first
     --batch-size N,N,... [1,8]  images per call
-    --steps K-K,K,...  also time with these step counts
+    --steps K-K,K,...  also time models of one stage with these step counts
     --compile MODE?  also time each model under torch.compile, in one of its modes, such as max-autotune
     --dtype {float32,bfloat16,float16} [float32]  of weights and images
     --img-size
@@ -204,14 +203,18 @@ def export(args: Any) -> None:
         torch.export.load (default: the model's name, .onnx)
     --int8  compute linear layers in int8, and store weights so (only .onnx)
     --bits N  4 stores matrices in 4 bits (only .onnx)
+    --images DATA  a folder or .npz of images, without labels, on which 4 bits are to change little
     --any-steps  make the number of steps an input, 'steps' (only .onnx)
     --steps --img-size
     --overwrite  replace an existing file
     """
     model = load_with_steps(args)
     out = args.path or f"{Path(args.model.split(':')[-1]).resolve().name}.onnx"
-    path = export_model(
-        model, out, int8=args.int8, bits=args.bits, any_steps=args.any_steps, overwrite=args.overwrite)
+    if args.images:
+        if not args.bits and not out.endswith('.html'):
+            raise ValueError('--images is for 4 bits. Add --bits 4, or write an .html.')
+        quantize_(model, read_data(args.images, model, labels=False, held_out=0.).sample('train', ENOUGH)[0])
+    path = export_model(model, out, int8=args.int8, bits=args.bits, any_steps=args.any_steps, overwrite=args.overwrite)
     print(f'wrote {path}: {path.stat().st_size / 1e6:.2f} MB')
 
 
@@ -235,5 +238,4 @@ def push(args: Any) -> None:
         write_text(Path(args.card), model_card(f'hf-hub:{args.repo}', model, **about))
         print(f'wrote {args.card}; nothing was sent')
         return
-    url = push_to_hub(model, args.repo, private=args.private or None, **about)
-    print(f'sent: {url}')
+    print('sent:', push_to_hub(model, args.repo, private=args.private or None, **about))

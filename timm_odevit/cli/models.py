@@ -4,7 +4,6 @@ from typing import Any
 
 import timm
 from timm.models import clean_state_dict, load_state_dict
-from torch import nn
 
 from timm_odevit import from_open_clip, from_transformers, save_pretrained, with_steps
 
@@ -91,7 +90,7 @@ def load_with_steps(args: Any) -> Any:
     return model if args.steps is None else with_steps(model, args.steps)
 
 
-def save(model: nn.Module, out: str) -> None:
+def save(model: Any, out: str) -> None:
     save_pretrained(model, out)
     print(f"saved {out}: timm.create_model('local-dir:{out}', pretrained=True)")
 

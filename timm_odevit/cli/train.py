@@ -213,6 +213,7 @@ def calibrate(args: Any) -> None:
     """
     refuse_existing(args.out)
     student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
-    data = read_data(args.images, student, DataConfig(batch_size=args.batch_size, workers=args.workers), labels=False)
+    data = read_data(args.images, student, DataConfig(batch_size=args.batch_size, workers=args.workers), labels=False,
+                     held_out=0.)
     calibrate_(student, teacher, data, minutes=args.minutes, epochs=args.epochs, progress=not args.quiet)
     save(student, args.out)

@@ -126,8 +126,8 @@ class Site(NamedTuple):
 
     def converted(self, config: OdeConfig) -> dict[int, Any]:
         """By layer."""
-        first, last = config.converted_layers(len(self.host.blocks))
-        return {i: block for i, block in enumerate(self.host.blocks) if first <= i <= last}
+        first, last = config.converted_layers(len(self.blocks))
+        return {i: block for i, block in enumerate(self.blocks) if first <= i <= last}
 
 
 def cannot_convert(model: nn.Module, why: str) -> TypeError:
@@ -186,5 +186,5 @@ def structure(model: nn.Module, ignored: Sequence[str] = ()) -> list[str]:
             lines.append(f'{name}: {type(module).__name__}({module.extra_repr()})')
             lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
                       if type(v) in (bool, int, float, str, tuple, torch.Size) and not k.startswith('_')
-                      and k not in (*_RUNTIME, *ignored)]
+                      and k not in (*_RUNTIME, *ignored) and 'drop' not in k]
     return lines + [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]

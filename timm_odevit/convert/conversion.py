@@ -1,5 +1,5 @@
 """convert_: turn a pretrained transformer into an ODE-ViT, in place, and back."""
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +21,7 @@ class Replacements:
     """
     what = ''
 
-    def __init__(self, model: nn.Module, rows: Sequence[tuple[Any, str, Any]]) -> None:
+    def __init__(self, model: nn.Module, rows: list[tuple[Any, str, Any]]) -> None:
         self.model: Any = model
         self._rows = [(owner, name, new, _own(owner, name)) for owner, name, new in rows]
         self._training = model.training
@@ -68,7 +68,7 @@ class Conversion(Replacements):
     what = 'the blocks of this conversion'
 
     def __init__(
-            self, model: nn.Module, sites: Sequence[Site], blocks: tuple[OdeBlocks, ...], config: OdeConfig,
+            self, model: nn.Module, sites: list[Site], blocks: tuple[OdeBlocks, ...], config: OdeConfig,
             keep_original: bool) -> None:
         self.parameters_before, self.blocks = count_parameters(model), blocks
         self.config = blocks[0].config if len(blocks) == 1 else config
@@ -146,7 +146,7 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
     ode = OdeBlocks(
         build_field(config, chosen),
         config,
-        {k: v for k, v in info[first].items() if k != 'module'} if listed else None,
+        {k: v for k, v in info[first].items() if k != 'module'} if listed else {},
         float(first), blocks[:first], blocks[last + 1:],
         readout=partial(_logits, model) if readable else None,
         num_prefix_tokens=prefix_tokens(site.host))
@@ -156,7 +156,7 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
     return ode
 
 
-def _replacements(model: Any, sites: Sequence[Site], built: Sequence[OdeBlocks]) -> list[tuple[Any, str, Any]]:
+def _replacements(model: Any, sites: list[Site], built: tuple[OdeBlocks, ...]) -> list[tuple[Any, str, Any]]:
     rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
     rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
     if getattr(host := sites[0].host, 'rope_mixed', False):

@@ -1,6 +1,5 @@
 """The shared blocks' weights, from the base's blocks."""
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +14,9 @@ from .block_kinds import PER_LAYER, field_class, kinds
 Blocks = dict[int, Any]  # by layer
 
 
-def borders(config: OdeConfig, layers: Iterable[int]) -> list[int]:
+def borders(config: OdeConfig, blocks: Blocks) -> list[int]:
     """The layers at which a span begins, except the first."""
-    layers = list(layers)
+    layers = list(blocks)
     phases = min(config.phases, len(layers))
     return [layers[round(i * len(layers) / phases)] for i in range(1, phases)]
 
@@ -33,14 +32,10 @@ def assignment(config: OdeConfig, blocks: Blocks) -> list[int]:
 def build_field(config: OdeConfig, blocks: Blocks) -> Field:
     """With weights of its own; its mode is to be set."""
     assigned = assignment(config, blocks)
-    groups: dict[int, list[Any]] = {}
-    for block, index in zip(blocks.values(), assigned, strict=True):
-        groups.setdefault(index, []).append(block)
     with torch.no_grad(), random_states_kept(next(next(iter(blocks.values())).parameters()).device):
-        fields = [_build(config, group) for group in groups.values()]
-    if len(fields) == 1:
-        return fields[0]
-    return PiecewiseField(fields, list(blocks), assigned, borders(config, blocks))
+        fields = [_build(config, [block for block, index in zip(blocks.values(), assigned, strict=True) if index == i])
+                  for i in range(max(assigned) + 1)]
+    return fields[0] if len(fields) == 1 else PiecewiseField(fields, list(blocks), assigned, borders(config, blocks))
 
 
 def spectral_(weight: Tensor, parts: int) -> Tensor:
@@ -52,7 +47,7 @@ def spectral_(weight: Tensor, parts: int) -> Tensor:
     return weight
 
 
-def _set_per_layer(block: nn.Module, others: Sequence[nn.Module]) -> None:
+def _set_per_layer(block: nn.Module, others: list[Any]) -> None:
     """Give a block the mean of the constants that timm sets by depth in others."""
     constants = [{(name, key): getattr(module, key) for name, module in other.named_modules() for key in PER_LAYER
                   if isinstance(getattr(module, key, None), float)} for other in others]

@@ -120,21 +120,18 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
     """Whether it is possible; with which field and methods, or why not."""
-    refusals = []
-    others = [field for field in FIELDS if field != 'native']
-    for config in (DEFAULT, OdeConfig(method='euler'),
-                   *(OdeConfig(field=field, method='euler', init='spectral') for field in others)):
+    configs = {field: OdeConfig(field=field, method='euler', init='spectral') for field in reversed(FIELDS)}
+    refusals = {}
+    for name, config in {'split': DEFAULT, **configs}.items():
         try:
             check_all(model, config)
-            refusals.append('')
         except (TypeError, ValueError) as e:
-            refusals.append(str(e))
-    split, unsplit, *refused = refusals
-    if unsplit:
-        return False, unsplit
+            refusals[name] = str(e)
+    if 'native' in refusals:
+        return False, refusals['native']
     shared = count_in_words(sum(len(set(kinds(site.blocks))) for site in find_stages(model)))
-    fields = ', '.join(['native', *(field for field, why in zip(others, refused, strict=True) if not why)])
-    return True, f"{fields}; {'unsplit' if split else 'all'} methods; at least {shared}"
+    fields = ', '.join(field for field in configs if field not in refusals)
+    return True, f"{fields}; {'unsplit' if 'split' in refusals else 'all'} methods; at least {shared}"
 
 
 def predict_parameters(model: nn.Module, config: OdeConfig) -> int:

@@ -22,7 +22,6 @@ from ..settings import Settings, integer, number, setting
 from .preprocessing import data_config, dtype_of, image_mode, read_image
 
 _UNREADABLE = -1  # the label of an image file that cannot be read
-_logger = logging.getLogger(__name__)
 Samples = list[tuple[str, int]]  # files and their labels
 
 
@@ -85,12 +84,10 @@ def set_epoch(loader: Any, epoch: int) -> None:
 def is_pair(source: Any) -> bool:
     """Whether this is images [N, C, H, W] and labels, and not two batches of images."""
     return (isinstance(source, (tuple, list)) and len(source) == 2
-            and isinstance(source[0], Tensor) and isinstance(source[1], Tensor) and source[1].ndim < 4)
+            and all(isinstance(part, Tensor) for part in source) and source[1].ndim < 4)
 
 
-def read_batches(
-        source: Any, labels: bool | None, *, size: int = 64, bar: str = '',
-) -> Iterator[tuple[Tensor, Any]]:
+def read_batches(source: Any, labels: bool | None, *, size: int = 64, bar: str = '') -> Iterator[tuple[Tensor, Any]]:
     """The images [B, C, H, W] and labels [B] of each batch that is not empty, of a loader, a tensor or a pair of these.
 
     Labels are None if `labels` is False, or if it is None and there are none. `size` is for tensors.
@@ -122,7 +119,7 @@ def unlabelled(images: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 class Mapped:
     """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both."""
 
-    def __init__(self, loader: Any, change: Callable[..., tuple[Tensor, Any]] = lambda *batch: batch) -> None:
+    def __init__(self, loader: Any, change: Callable[..., Any] = lambda *batch: batch) -> None:
         self.loader, self.change, self.batches = loader, change, len(loader)
         self.batch_size = getattr(loader, 'batch_size', None)
 
@@ -232,7 +229,7 @@ class Files(Dataset):
             try:
                 image = read_image(file, self.mode)
             except ValueError as e:
-                _logger.warning(str(e))
+                logging.getLogger(__name__).warning(str(e))
                 continue
             return self.transform(image).to(self.dtype), label if i == index or self.training else _UNREADABLE
         raise ValueError(f"None of the {len(self)} images can be read, such as '{self.samples[0][0]}'.")

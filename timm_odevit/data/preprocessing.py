@@ -54,8 +54,7 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
 
 def open_image(file: str | Path, cfg: dict[str, Any]) -> Tensor:
     """An image file as a data_config says [C, H, W], in float32; or ValueError."""
-    transform = create_transform(**cfg, is_training=False)
-    return transform(read_image(file, image_mode(cfg['input_size'][0])))
+    return create_transform(**cfg, is_training=False)(read_image(file, image_mode(cfg['input_size'][0])))
 
 
 def preparation(model: Any) -> Callable[[Tensor], Tensor]:
@@ -65,7 +64,7 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
     """
     cfg, device, dtype = data_config(model), next(model.parameters()).device, dtype_of(model)
     mean, std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
-    size, mode = tuple(cfg['input_size'][1:]), 'bilinear' if cfg['interpolation'] == 'bilinear' else 'bicubic'
+    size, mode = list(cfg['input_size'][1:]), 'bilinear' if cfg['interpolation'] == 'bilinear' else 'bicubic'
     whole = [math.floor(side / cfg['crop_pct']) for side in size]
     whole = whole if cfg['crop_mode'] == 'squash' else [max(whole)] * 2
 
@@ -73,7 +72,7 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
         pixels = images.float() / 255
         if pixels.shape[-2:] != torch.Size(whole):
             pixels = F.interpolate(pixels, size=whole, mode=mode, antialias=True).clamp(0, 1)
-        return ((center_crop(pixels, list(size)) - mean) / std).to(dtype)
+        return ((center_crop(pixels, size) - mean) / std).to(dtype)
     return prepare
 
 

@@ -16,7 +16,7 @@ from ..hooks import check_images
 from ..settings import one_line
 from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, corrupted, is_pair, mixed, training_loader, unlabelled
 from .preprocessing import class_names, dtype_of, labels_for, preparation, warn_of_other_classes
-from .sources import Part, checked_labels, divided, files_in, folder_parts, is_img, read_folder, read_npz, spread, taken
+from .sources import Part, checked_labels, divided, files_in, folder_parts, is_img, read_folder, read_npz, taken
 
 _APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
     ('mixup', 'cutmix', 'smoothing', 'corrupt'), 'npz, folder, images, pair')}
@@ -115,7 +115,8 @@ def read_data(
         parts = {part: (images, torch.tensor(order)[own]) for part, (images, own) in parts.items()}
     if limit is not None:
         for part, of in parts.items():
-            parts[part] = taken(of, spread(len(of[1]), limit))
+            count = len(of[1])
+            parts[part] = taken(of, torch.linspace(0, count - 1, min(limit, count)).round().long().unique())
     number = 0 if not labels else number if any_classes else model.num_classes
     train, loaders = _loaders(parts, kind, model, config, seed)
     if config.corrupt and train is not None:

@@ -1,6 +1,7 @@
 """Where images come from: folders of files, and .npz files; and what of them is held out."""
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from timm.data import get_img_extensions
-from timm.utils import natural_key
 from torch import Tensor
 
 from ..hooks import described
@@ -77,17 +77,21 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
 def files_in(folder: Path) -> tuple[list[str], Tensor, list[str]]:
     """All images of a folder, their labels [N], and the names of their classes: those of their folders, '' for itself.
 
-    timm's natural_key takes '1' and '01' for equal: then the name decides.
+    They are in timm's order (natural_key); where it takes names for equal, such as '1' and '01', these decide.
     """
     found = [(os.path.join(of, name), os.path.basename(of) if of != str(folder) else '')
              for of, names in _walk(folder) for name in names]
     if not found:
         raise ValueError(f"There are no images in '{folder}' ({', '.join(_SUFFIXES)}). Give a folder with "
                          'one sub-folder of images per class.')
-    found.sort(key=lambda of: (natural_key(of[0]), of[0]))
-    classes = sorted({name for _, name in found}, key=lambda name: (natural_key(name), name))
+    found.sort(key=lambda of: _natural(of[0]))
+    classes = sorted({name for _, name in found}, key=_natural)
     numbers = {name: i for i, name in enumerate(classes)}
     return [file for file, _ in found], torch.tensor([numbers[name] for _, name in found]), classes
+
+
+def _natural(name: str) -> Any:
+    return [int(part) if part.isdecimal() else part for part in re.split(r'(\d+)', name.lower())], name  # '①' is no int
 
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
@@ -100,8 +104,7 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
             if (real := os.path.realpath(paths[name])) not in seen:
                 seen.add(real)
                 folders.append(name)
-        yield folder, [name for name in files
-                       if is_img(name) and not name.startswith('.')]
+        yield folder, [name for name in files if is_img(name) and not name.startswith('.')]
 
 
 def is_img(path: Any) -> bool:
@@ -113,8 +116,7 @@ def read_npz(
         path: str | Path, channels: int | None, labelled: bool, any_classes: bool,
 ) -> tuple[dict[str, Part], list[str] | None, int]:
     """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number, or 0."""
-    x: dict[str, Tensor] = {}
-    y: dict[str, Tensor] = {}
+    x, y = {}, {}
     try:
         with np.load(path) as archive:  # which unpickles nothing
             labelled = labelled and not (any_classes and channels and 'y_train' not in archive)
@@ -190,8 +192,3 @@ def _hash(image: Tensor | str) -> float:
 def taken(part: Part, index: Tensor) -> Part:
     images, labels = part
     return images[index] if isinstance(images, Tensor) else [images[i] for i in index.tolist()], labels[index]
-
-
-def spread(total: int, count: int) -> Tensor:
-    """At most `count` of the numbers below `total`."""
-    return torch.linspace(0, total - 1, min(count, total)).round().long().unique()

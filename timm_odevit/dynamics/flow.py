@@ -125,11 +125,6 @@ def along(numbers: Tensor, x: Tensor) -> Tensor:
     return numbers.view(-1, *[1] * (x.ndim - 1))
 
 
-def unit(x: Tensor) -> Tensor:
-    """Each state of x [B, ...] scaled to norm 1; 0 stays 0."""
-    return x / along(norms(x).clamp_min(torch.finfo(x.dtype).tiny), x)
-
-
 def noise(x: Tensor) -> Tensor:
     """Normal random numbers in the shape of x [B, ...], the same for every state."""
     return torch.randn(x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x).expand_as(x)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ..convert.block_kinds import find_stages
 from ..ode.blocks import find_ode_blocks
 from ..settings import integer, one_of
-from .flow import Flow, Images, Jacobian, PerImage, along, noise, norms, over_images, unit
+from .flow import Flow, Images, Jacobian, PerImage, along, noise, norms, over_images
 
 SETTLED = 1e-4  # change of the exponents in a sweep, per unit of time
 
@@ -63,8 +63,8 @@ def lyapunov_exponents(
     34 (1997).
     """
     only_class = one_of(('all', 'class'))('tokens', tokens) == 'class'
-    return over_images(
-        partial(_exponents, integer(1)('count', count), only_class, sweeps, seed), model, images, batch_size)
+    count, sweeps = integer(1)('count', count), integer(0)('sweeps', sweeps)
+    return over_images(partial(_exponents, count, only_class, sweeps, seed), model, images, batch_size)
 
 
 def _exponents(count: int, only_class: bool, sweeps: int, seed: int, flow: Flow) -> Exponents:
@@ -180,10 +180,11 @@ def lipschitz_constants(
         for step, h, x in zip(flow.maps, flow.lengths(), flow.states()[:-1], strict=True):
             J, moved = Jacobian(step, x), vector
             for _ in range(iterations):
-                vector = unit(vector)
+                vector = vector / along(norms(vector).clamp_min(torch.finfo(vector.dtype).tiny), vector)
                 moved = J.push(vector) - vector
                 vector = J.pull(moved) - moved
-            vector = torch.nan_to_num(vector)
+            size = norms(vector)
+            vector = torch.where(along((size > 0) & size.isfinite(), vector), vector, noise(x))  # else it stays so
             values.append(norms(moved) / h)
         return LipschitzConstants(torch.stack(values, 1), flow.clock()[:-1])
     return over_images(measure, model, images, batch_size)
@@ -219,8 +220,7 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
                 continue
             label = name.replace('.base_layer.', '.').removeprefix('block.')  # in which peft holds what it wraps
             label = label if len(blocks) == 1 else f'blocks.{i}.{label}'
-            parts = ['queries', 'keys', 'values'] if label.endswith('qkv.weight') else ['']
+            parts = [' (queries)', ' (keys)', ' (values)'] if label.endswith('qkv.weight') else ['']
             for what, part in zip(parts, p.chunk(len(parts)), strict=True):
-                norm = float(torch.linalg.matrix_norm(part.float(), ord=2))
-                values[f'{label} ({what})' if what else label] = norm
+                values[label + what] = float(torch.linalg.matrix_norm(part.float(), ord=2))
     return values

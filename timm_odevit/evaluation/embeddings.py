@@ -55,7 +55,7 @@ def evaluate_embeddings(
     if labelled is not None and find_spec('sklearn') is None:
         raise ImportError('k-NN and the linear classifier need scikit-learn. Type: pip install scikit-learn')
     scored = labelled is not None or class_embeddings is not None
-    results: list[EmbeddingResult] = []
+    results = []
     reference = None
     for found, name, (ours, finite, labels), others in passes(
             model, loader, _row, steps=steps, teacher=teacher, others=labelled, labels=scored, amp_dtype=amp_dtype,

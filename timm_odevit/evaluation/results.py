@@ -58,8 +58,8 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
 
 
 def _run(
-        model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], labels: bool,
-        amp_dtype: torch.dtype | None, bar: str, normalisation: Callable[[Tensor], Tensor] | None,
+        model: nn.Module, loader: Any, each: Any, labels: bool, amp_dtype: torch.dtype | None, bar: str,
+        normalisation: Any,
 ) -> list[Any]:
     """What a result says, the mean of each image [N], which shuffling would change, and the columns."""
     stages, parameter = find_ode_blocks(model), next(model.parameters())

@@ -85,5 +85,5 @@ def _obstacles(model: Any, about: dict[str, Any]) -> Iterator[str]:
         'it merges tokens, or images may halt': config.tokens < 1 or config.halting,
         'it kept blocks of the base': getattr(ode, 'before', ()) or getattr(ode, 'after', ()),
     }.items() if wrong)
-    yield from (f'it has a parameter {name}' for name in _state(model) if name.split('.', 1)[1].removesuffix(
-        '.weight').removesuffix('.bias').removesuffix('.gamma') not in LAYERS)
+    yield from (f'it has a parameter {name}' for name in _state(model)
+                if re.sub('[.](weight|bias|gamma)$', '', name.split('.', 1)[1]) not in LAYERS)

@@ -1,9 +1,8 @@
 """ONNX files: weights as floats, in int8 or in 4 bits; a fixed number of steps, or one that is an input."""
 import copy
 import tempfile
-from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+from string import Template
 from typing import Any
 
 import numpy as np
@@ -14,38 +13,12 @@ from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.fields import Context
 from ..ode.methods import Step
-from ..quantization import GROUP, Coded, in_groups, is_rounded
+from ..quantization import BITS, GROUP, Coded, in_groups, is_rounded
 from .program import proto
 
 DOMAIN = 'timm_odevit'
 _VECTOR = 128  # numbers that have 16 bits where those of matrices have 4
-# a function in the file, folded when it is loaded: of 33 rows, the last has the zero points of the groups
-_UNPACK = f"""
-<opset_import: ["" : 20], domain: "{DOMAIN}">
-Unpack (pairs, scale, shape) => (values)
-{{
-  four = Constant <value = uint8 {{4}}> ()
-  mask = Constant <value = uint8 {{15}}> ()
-  upper = BitShift <direction = "RIGHT"> (pairs, four)
-  lower = BitwiseAnd (pairs, mask)
-  both = Concat <axis = 0> (upper, lower)
-  numbers = Cast <to = 1> (both)
-  row = Constant <value = int64[2] {{{GROUP + 1}, -1}}> ()
-  rows = Reshape (numbers, row)
-  lengths = Constant <value = int64[2] {{{GROUP}, 1}}> ()
-  codes, zero = Split <axis = 0> (rows, lengths)
-  centred = Sub (codes, zero)
-  wide = Cast <to = 1> (scale)
-  scaled = Mul (centred, wide)
-  groups = Transpose <perm = [1, 0]> (scaled)
-  line = Constant <value = int64[1] {{-1}}> ()
-  flat = Reshape (groups, line)
-  start = Constant <value = int64[1] {{0}}> ()
-  count = ReduceProd <keepdims = 1> (shape)
-  used = Slice (flat, start, count)
-  values = Reshape (used, shape)
-}}
-"""
+Matrices = dict[Any, tuple[Coded, Tensor]]  # their groups and numbers
 
 
 def write_onnx(
@@ -54,7 +27,7 @@ def write_onnx(
 ) -> None:
     """Write a model to a file; its steps are taken out of it if their number is to be an input."""
     import onnx
-    groups, loops = _groups_of(model) if bits else {}, list[Any]()
+    groups, loops = _groups_of(model, model) if bits else {}, list[Any]()
     if any_steps:
         ode, = find_ode_blocks(model)
         K, (steps, state) = ode.steps, _take_steps_out(model, ode, images)
@@ -66,23 +39,23 @@ def write_onnx(
     onnx.save(whole, path)
 
 
-def rewrite(source: Path, path: Path, model: nn.Module, bits: int | None) -> None:
-    """Write the int8 form of a file that holds a model's floats."""
+def rewrite(source: Path, path: Path, model: nn.Module, small: nn.Module | None) -> None:
+    """Write the int8 form of a file that holds a model's floats; with the matrices of `small`, in 4 bits, if given."""
     import onnx
     whole = onnx.load(source)
     about = {entry.key: entry.value for entry in whole.metadata_props}
-    whole = _stored(whole, True, _groups_of(model) if bits else {})
-    onnx.helper.set_model_props(whole, {**about, 'int8': 'true', **({'bits': str(bits)} if bits else {})})
+    whole = _stored(whole, True, _groups_of(model, small) if small else {})
+    onnx.helper.set_model_props(whole, {**about, 'int8': 'true', **({'bits': str(BITS)} if small else {})})
     with staged(path.parent, path.name) as aside:
         onnx.save(whole, aside / path.name)
 
 
-def _groups_of(model: nn.Module) -> dict[Any, tuple[Coded, Tensor]]:
-    """The groups of each matrix, and their numbers, by the floats of which they are made; also of a transposed one."""
-    found: dict[Any, tuple[Coded, Tensor]] = {}
-    for tensor in model.state_dict().values():
+def _groups_of(model: nn.Module, small: nn.Module) -> Matrices:
+    """The groups of the matrices of `small`, and their numbers, by the floats of a model; also of transposed ones."""
+    found: Matrices = {}
+    for name, tensor in model.state_dict().items():
         if is_rounded(tensor):
-            groups, values = found[tensor.numpy().tobytes(), tensor.shape] = _pair(tensor)
+            groups, values = found[tensor.numpy().tobytes(), tensor.shape] = _pair(small.state_dict()[name])
             if tensor.ndim == 2:
                 found[tensor.T.contiguous().numpy().tobytes(), values.T.shape] = groups, values.T
     return found
@@ -93,23 +66,25 @@ def _pair(tensor: Tensor) -> tuple[Coded, Tensor]:
     return groups, groups.values(tensor.shape)
 
 
-def _stored(model: Any, int8: bool, groups: dict[Any, tuple[Coded, Tensor]]) -> Any:
+def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
     """A model with linear layers that compute in int8, and with its matrices in groups, if there are any."""
     import onnx
     from onnx import helper, numpy_helper
-    known: dict[str, tuple[Coded, Tensor]] = {}
+    known: Matrices = {}
     if int8:
         from onnxruntime.quantization.onnx_model import ONNXModel
         model = _folded(model)
         ONNXModel(model).replace_gemm_with_matmul()  # transposes weights, under names that depend on the version
+    kinds = 'Gemm', 'MatMul', 'Transpose'
+    factors = {name for node in model.graph.node if node.op_type in kinds for name in node.input}
     for tensor in model.graph.initializer if groups else ():
         weight = torch.from_numpy(numpy_helper.to_array(tensor).copy())
         found = groups.get((weight.numpy().tobytes(), weight.shape))
-        if found or is_rounded(weight):  # what was folded is in none of the groups
+        if found or (is_rounded(weight) and tensor.name in factors):  # what was folded is in none of the groups
             known[tensor.name] = found = found or _pair(weight)
             tensor.CopyFrom(numpy_helper.from_array(found[1].contiguous().numpy(), tensor.name))
     if int8:
-        model = _in_int8(model, rest=not groups)
+        model = _in_int8(model)
     if groups:
         for tensor in list(model.graph.initializer):
             stem = tensor.name.removesuffix('_quantized')
@@ -120,12 +95,16 @@ def _stored(model: Any, int8: bool, groups: dict[Any, tuple[Coded, Tensor]]) -> 
             if array.dtype == np.float32 and array.size >= _VECTOR:
                 tensor.CopyFrom(numpy_helper.from_array(array.astype(np.float16), f'{name}.half'))
                 _insert(model.graph, 'Cast', [tensor.name], name, to=onnx.TensorProto.FLOAT)
-        model.functions.append(onnx.parser.parse_function(_UNPACK))
+        # a function in the file, folded when it is loaded: of 33 rows, the last has the zero points of the groups
+        text = Template(Path(__file__).with_name('unpack.txt').read_text(encoding='utf-8'))
+        model.functions.append(onnx.parser.parse_function(text.substitute(domain=DOMAIN, group=GROUP, rows=GROUP + 1)))
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
+    elif int8:
+        _round_initializers(model.graph)
     return model
 
 
-def _insert(graph: Any, kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> None:
+def _insert(graph: Any, kind: str, inputs: list[str], output: str, **attributes: Any) -> None:
     from onnx import helper
     graph.node.insert(0, helper.make_node(kind, inputs, [output], **attributes))
 
@@ -134,10 +113,9 @@ def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -
     """Put the groups of a matrix in the place of its numbers, or of their int8."""
     from onnx import numpy_helper
     rows = torch.cat([groups.codes.T, groups.zero.T]).numpy()  # [33, groups]
-    if rows.shape[1] % 2:
-        rows = np.pad(rows, ((0, 0), (0, 1)))
-    upper, lower = rows.reshape(2, -1)
-    scale = np.pad(groups.scale.numpy().T, ((0, 0), (0, rows.shape[1] - len(groups.scale))))
+    even = (0, 0), (0, len(groups.scale) % 2)  # to an even number of groups
+    upper, lower = np.pad(rows, even).reshape(2, -1)
+    scale = np.pad(groups.scale.numpy().T, even)
     name, transposed = tensor.name, not values.is_contiguous()
     shape = np.array(values.shape[::-1] if transposed else values.shape)
     for part, array in (('pairs', upper << 4 | lower), ('scale', scale), ('shape', shape)):
@@ -172,8 +150,8 @@ def _folded(model: Any) -> Any:
     return model
 
 
-def _in_int8(model: Any, rest: bool) -> Any:
-    """The model with linear layers that compute in int8; the `rest` of the large weights is stored so, too."""
+def _in_int8(model: Any) -> Any:
+    """The model with linear layers that compute in int8."""
     import onnx
     from onnxruntime.quantization import quantize_dynamic
     with tempfile.TemporaryDirectory() as folder:
@@ -181,8 +159,6 @@ def _in_int8(model: Any, rest: bool) -> Any:
         quantize_dynamic(model, f'{folder}/model.onnx', op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True,
                          per_channel=True, extra_options={'DefaultTensorType': onnx.TensorProto.FLOAT})
         model = onnx.load(f'{folder}/model.onnx')
-    if rest:
-        _round_initializers(model.graph)
     del model.graph.value_info[:]
     return model
 
@@ -214,8 +190,7 @@ class _Solve(nn.Module):
 def _take_steps_out(model: nn.Module, ode: Any, images: Tensor) -> tuple[list[Step], Tensor]:
     """Put one node in the place of a model's steps; a step for each span, as long as this, and a state."""
     caught: list[Any] = []
-    spans = [ode.t, *(t for t in ode.shared.borders if ode.t + 1e-6 < t < ode.end - 1e-6)]
-    ode.config = replace(ode.config, steps=len(spans))
+    ode.steps = 1 + sum(ode.t + 1e-6 < t < ode.end - 1e-6 for t in ode.shared.borders)  # spans
     ode.solver[0].register_forward_pre_hook(lambda _, inputs: caught.append(inputs))
     model(images)
     (state, *contexts), steps = caught[0], [*ode.solver]
@@ -232,40 +207,37 @@ def _take_steps_out(model: nn.Module, ode: Any, images: Tensor) -> tuple[list[St
     return steps, state
 
 
-def _put_loops(graph: Any, bodies: Sequence[Any], span: float, K: int) -> None:
+def _put_loops(graph: Any, bodies: list[Any], span: float, K: int) -> None:
     """Put a loop over the steps of each span in the place of the node that stands for all."""
     from onnx import TensorProto, compose, helper, numpy_helper
+    info = helper.make_tensor_value_info
     at = next(i for i, node in enumerate(graph.node) if node.op_type == 'Solve')
     state, after = graph.node[at].input[0], graph.node[at].output[0]
     nodes: list[Any] = []
 
-    def add(kind: str, inputs: Sequence[str], output: str, **attributes: Any) -> str:
+    def add(kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
         nodes.append(helper.make_node(kind, inputs, [output], **attributes))
         return output
 
     def number(name: str, value: Any) -> str:
-        graph.initializer.append(numpy_helper.from_array(np.array(value), f'solve.{name}'))
-        return f'solve.{name}'
-    graph.input.append(helper.make_tensor_value_info('steps', TensorProto.INT64, []))
-    graph.initializer.append(numpy_helper.from_array(np.array(K), 'steps'))
-    spans = number('spans', len(bodies))
-    at_least = add('Max', ['steps', spans], 'solve.steps')
+        graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+        return name
+    graph.input.append(info('steps', TensorProto.INT64, []))
+    steps, spans = number('steps', K), number('solve.spans', len(bodies))
+    at_least = add('Max', [steps, spans], 'solve.steps')
     for i, body in enumerate(bodies):
-        more = add('Add', [at_least, number(f'{i}.more', len(bodies) - 1 - i)], f'solve.{i}.sum')
-        count = add('Div', [more, spans], f'solve.{i}.count')
-        floats = add('Cast', [count], f'solve.{i}.floats', to=TensorProto.FLOAT)
-        add('Div', [number(f'{i}.length', np.float32(span)), floats], f'solve.{i}.h')
-        inner = compose.add_prefix_graph(body, f'solve.{i}.')
-        of = f'solve.{i}.x', f'solve.{i}.y'
+        own = f'solve.{i}.'
+        more = add('Add', [at_least, number(f'{own}more', len(bodies) - 1 - i)], f'{own}sum')
+        count = add('Div', [more, spans], f'{own}count')
+        floats = add('Cast', [count], f'{own}floats', to=TensorProto.FLOAT)
+        add('Div', [number(f'{own}length', np.float32(span)), floats], f'{own}h')
+        inner = compose.add_prefix_graph(body, own)
         del inner.input[:], inner.output[:]
-        inner.input.extend([
-            helper.make_tensor_value_info(f'solve.{i}.step', TensorProto.INT64, []),
-            helper.make_tensor_value_info(f'solve.{i}.on', TensorProto.BOOL, []),
-            helper.make_tensor_value_info(of[0], TensorProto.FLOAT, None)])
-        inner.node.append(helper.make_node('Identity', [f'solve.{i}.on'], [f'solve.{i}.on_too']))
-        inner.output.extend([helper.make_tensor_value_info(f'solve.{i}.on_too', TensorProto.BOOL, []),
-                             helper.make_tensor_value_info(of[1], TensorProto.FLOAT, None)])
-        state = add('Loop', [count, '', state], after if i == len(bodies) - 1 else f'solve.{i}.state', body=inner)
+        inner.input.extend([info(f'{own}step', TensorProto.INT64, []), info(f'{own}on', TensorProto.BOOL, []),
+                            info(f'{own}x', TensorProto.FLOAT, None)])
+        inner.node.append(helper.make_node('Identity', [f'{own}on'], [f'{own}on_too']))
+        inner.output.extend([info(f'{own}on_too', TensorProto.BOOL, []), info(f'{own}y', TensorProto.FLOAT, None)])
+        state = add('Loop', [count, '', state], after if i == len(bodies) - 1 else f'{own}state', body=inner)
     rest = list(graph.node)
     del graph.node[:]
     graph.node.extend([*rest[:at], *nodes, *rest[at + 1:]])

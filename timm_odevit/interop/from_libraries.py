@@ -1,6 +1,6 @@
 """timm's VisionTransformer from those of other libraries: torchvision, open_clip and transformers."""
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import timm
@@ -190,7 +190,7 @@ def _refusal(host: nn.Module, reason: str) -> ValueError:
                       f'{type(host).__name__}: {reason}.')
 
 
-def _renamed(host: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _renamed(host: nn.Module, names: dict[str, str]) -> dict[str, Tensor]:
     """The tensors of a model, with parts of their names replaced, one after the other."""
     state = {}
     for name, tensor in host.state_dict(keep_vars=True).items():
@@ -201,8 +201,8 @@ def _renamed(host: nn.Module, names: Mapping[str, str]) -> dict[str, Tensor]:
 
 
 def _build(
-        host: nn.Module, name: str, state: dict[str, Tensor], outputs: Callable[[Tensor], Sequence[Tensor]],
-        preprocessing: Mapping[str, Any], **args: Any,
+        host: nn.Module, name: str, state: dict[str, Tensor], outputs: Callable[[Tensor], list[Tensor]],
+        preprocessing: dict[str, Any], **args: Any,
 ) -> VisionTransformer:
     """The timm model `name` with copies of a host's weights, compared with it on a random image unless it is on meta.
 

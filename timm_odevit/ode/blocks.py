@@ -40,14 +40,14 @@ class OdeBlocks(nn.Module):
     solver: Any
 
     def __init__(
-            self, shared: Field, config: OdeConfig, feature: dict[str, Any] | None, t: float,
+            self, shared: Field, config: OdeConfig, feature: dict[str, Any], t: float,
             before: Sequence[nn.Module], after: Sequence[nn.Module], readout: Readout | None, num_prefix_tokens: int,
     ) -> None:
         super().__init__()
         self.shared, self.t, self.readout, self.num_prefix_tokens = shared, t, readout, num_prefix_tokens
         self.before, self.after = nn.ModuleList(before), nn.ModuleList(after)
         self.feature_info = _FeatureInfo()  # shared with the host, so it stays correct when the steps change
-        self.feature = dict(feature or {})  # the host's `feature_info` entry of one block
+        self.feature = feature  # the host's `feature_info` entry of one block, if any
         self._counts = Counts()
         self._make_steps(config)
 
@@ -73,6 +73,9 @@ class OdeBlocks(nn.Module):
             for step in self.solver:
                 step.set_field(value)
         super().__setattr__(name, value)
+
+    def _replicate_for_data_parallel(self) -> Any:
+        raise TypeError('An ODE-ViT cannot run in DataParallel. Use DistributedDataParallel.')
 
     @property
     def config(self) -> OdeConfig:
@@ -204,9 +207,9 @@ class OdeBlocks(nn.Module):
         if high <= low or stride != 1:
             return nn.Sequential(*list(self)[index])
         part, first, last = self.twin(), self.solver[low], self.solver[high - 1]
-        share = (last.t + last.h - first.t) / (self.end - self.t)  # of the time; the tokens merge as fast as here
-        config = replace(self.config, steps=high - low, T=share * (self.end - self.t),
-                         tokens=1. - share * (1. - self.config.tokens), halting=None)
+        T = last.t + last.h - first.t
+        config = replace(self.config, steps=high - low, T=T, halting=None,
+                         tokens=1. - T / (self.end - self.t) * (1. - self.config.tokens))  # merged as fast as here
         part.t, part.readout = first.t, None
         part.before, part.after = self.before[start:], self.after[:max(stop - ahead - len(self.solver), 0)]
         part._use(config, nn.ModuleList([*self.solver][low:high]))  # the same steps, with their hooks

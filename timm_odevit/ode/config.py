@@ -1,5 +1,4 @@
 """OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -116,11 +115,10 @@ class OdeConfig(Settings):
         return {PREFIX + name: value for name, value in asdict(self).items()}
 
     @classmethod
-    def from_args(cls, args: Mapping[str, Any], caller: str, prefix: str = PREFIX) -> 'OdeConfig':
-        """The settings from keywords with a prefix; TypeError, in the caller's name, if one is unknown."""
-        values = {name.removeprefix(prefix): value for name, value in args.items()}
-        refuse_unknown([prefix + name for name in values], [prefix + name for name in cls.names()], caller)
-        return cls(**values)
+    def from_args(cls, args: dict[str, Any], caller: str) -> 'OdeConfig':
+        """The settings from `ode_*` keywords; TypeError, in the caller's name, if one is unknown."""
+        refuse_unknown(args, [PREFIX + name for name in cls.names()], caller)
+        return cls(**{name.removeprefix(PREFIX): value for name, value in args.items()})
 
 
 DEFAULT = OdeConfig()

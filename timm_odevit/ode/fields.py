@@ -58,7 +58,7 @@ class Field(nn.Module):
     def context(self, args: Sequence[Any], kwargs: dict[str, Any], weights: list[Tensor] | None = None) -> Context:
         """Of what a host passes after the state; or that of OdeBlocks, which makes one for all steps."""
         return args[0] if args and isinstance(args[0], Context) else Context(
-            {**dict(zip(self.names[:len(args)], args, strict=False)), **kwargs}, weights)
+            {**dict(zip(self.names, args, strict=False)), **kwargs}, weights)
 
     def fold(self) -> list[Tensor] | None:
         """What is computed once per forward pass, for `Context.weights`."""
@@ -76,7 +76,7 @@ class Field(nn.Module):
         """The attention probabilities [B, heads, N, N] in float32, before dropout."""
         if not self.has_attention_maps:
             raise ValueError(f'{type(self).__name__} has no attention maps: it has windows, RoPE or a position bias.')
-        return self(t, x, Context({}), 'probabilities')
+        return self(t, x, part='probabilities')
 
 
 class NativeField(Field):

@@ -1,6 +1,6 @@
 """Fewer steps: images whose answer is settled, by the entropy of their classes, leave the batch."""
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def entropy(logits: Tensor) -> Tensor:
 
 
 def run_halting(
-        steps: Sequence[tuple[Any, Context]], x: Tensor, readout: Readout, threshold: float) -> tuple[Tensor, Tensor]:
+        steps: list[tuple[Any, Context]], x: Tensor, readout: Readout, threshold: float) -> tuple[Tensor, Tensor]:
     """Run the steps, each with its context; an image whose score is at most the threshold leaves the batch.
 
     Returns the last state of each image [B, N, D], and how many steps it took [B].
@@ -51,7 +51,7 @@ def run_halting(
     return ended.index_copy(0, active, x), taken
 
 
-def _run_all(steps: Sequence[tuple[Any, Context]], x: Tensor, readout: Readout, threshold: float,
+def _run_all(steps: list[tuple[Any, Context]], x: Tensor, readout: Readout, threshold: float,
              taken: Tensor) -> tuple[Tensor, Tensor]:
     # shapes must not depend on values: every image goes through all steps
     halted = torch.zeros_like(taken, dtype=torch.bool)

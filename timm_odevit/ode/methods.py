@@ -1,4 +1,4 @@
-"""The integration methods: a class of steps for each. A step maps the state at t to the state at t + h.
+"""The integration methods: a class of steps for each.
 
 Sources: Hairer, Nørsett & Wanner, Solving ODEs I, II.1; for splitting, Hairer, Lubich & Wanner, Geometric Numerical
 Integration, II.5.
@@ -42,15 +42,14 @@ class Step(nn.Module):
 
 
 class RungeKutta(Step):
-    """An explicit Runge-Kutta method: its nodes, the lower triangle of its Butcher matrix, by rows, and its weights."""
-    nodes: tuple[float, ...]  # fractions of h
-    a: tuple[tuple[float, ...], ...]
+    """An explicit Runge-Kutta method: the lower triangle of its Butcher matrix, by rows, and its weights."""
+    a: tuple[tuple[float, ...], ...]  # each row sums to its node, a fraction of h
     b: tuple[float, ...]
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
         slopes: list[Tensor] = []
-        for node, row in zip(self.nodes, self.a, strict=True):
-            slopes.append(self.field(self.t + node * self.h, self._along(x, row, slopes), context, ''))
+        for row in self.a:
+            slopes.append(self.field(self.t + sum(row, 0.) * self.h, self._along(x, row, slopes), context, ''))
         return self._along(x, self.b, slopes)
 
     def _along(self, x: Tensor, weights: tuple[float, ...], slopes: list[Tensor]) -> Tensor:
@@ -61,23 +60,23 @@ class RungeKutta(Step):
 
 
 class Euler(RungeKutta):
-    order, evaluations, nodes = 1, 1, (0.,)
+    order, evaluations = 1, 1
     a, b = ((),), (1.,)
 
 
 class Midpoint(RungeKutta):
-    order, evaluations, nodes = 2, 2, (0., 1 / 2)
+    order, evaluations = 2, 2
     a, b = ((), (1 / 2,)), (0., 1.)
 
 
 class Heun2(RungeKutta):
-    order, evaluations, nodes = 2, 2, (0., 1.)
+    order, evaluations = 2, 2
     a, b = ((), (1.,)), (1 / 2, 1 / 2)
 
 
 class RK4(RungeKutta):
     """The 3/8 rule, as in torchdiffeq."""
-    order, evaluations, nodes = 4, 4, (0., 1 / 3, 2 / 3, 1.)
+    order, evaluations = 4, 4
     a, b = ((), (1 / 3,), (-1 / 3, 1.), (1., -1., 1.)), (1 / 8, 3 / 8, 3 / 8, 1 / 8)
 
 

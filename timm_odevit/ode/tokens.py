@@ -1,4 +1,6 @@
 """Fewer tokens along t: patch tokens that have become alike are merged."""
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -6,6 +8,7 @@ from torch import Tensor
 from .fields import Context, Groups
 
 
+@dataclass(eq=False)
 class TokenMerging:
     """How the steps of a solver on [start, start + T] merge tokens, so that a `share` of them is left at T.
 
@@ -15,9 +18,10 @@ class TokenMerging:
 
     Source: Token Merging (ToMe), arXiv 2210.09461.
     """
-
-    def __init__(self, share: float, num_prefix_tokens: int, start: float, T: float) -> None:
-        self.share, self.num_prefix_tokens, self.start, self.T = share, num_prefix_tokens, start, T
+    share: float
+    num_prefix_tokens: int
+    start: float
+    T: float
 
     def enter(self, t: float, x: Tensor, context: Context) -> tuple[Tensor, Context]:
         """The state of the groups [B, G, D] for that of all tokens [B, N, D], and the context for it."""

@@ -1,5 +1,4 @@
 """Views of a model: shallow copies of its modules, since another thread may be running the model, too."""
-from collections.abc import Mapping
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -21,7 +20,7 @@ def shallow_copy(module: Module) -> Module:
     return twin
 
 
-def view(module: Any, twins: Mapping[Any, Any]) -> Any:
+def view(module: Any, twins: dict[Any, Any]) -> Any:
     """A shallow copy of a module in which some modules are replaced by twins; the module itself if it has none."""
     if module in twins:
         return twins[module]

@@ -14,9 +14,6 @@ from ..convert.planning import count_in_words
 from ..files import markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
-_COST = ('K evaluations of shared blocks cost what K blocks cost: they have fewer parameters than a plain transformer, '
-         'not less compute.')
-
 
 def model_card(
         name: str, model: nn.Module, *, summary: str = '', results: Sequence[Mapping[str, Any]] = (),
@@ -48,10 +45,6 @@ def model_card(
             metric_value=round(row['top1'] / 100, 6),
             metric_name='top-1' if row['steps'] is None else f"top-1 with K = {row['steps']}") for row in rows] or None,
     )
-    if not summary:
-        summary = (f'An image classifier for {dataset}.' if rows else f'A timm {type(model).__name__}.' if not blocks
-                   else f'A vision transformer with {count_in_words(sum(len(b.shared.phases) for b in blocks))}, which '
-                        'an ODE solver evaluates K times (ODE-ViT, arXiv 2511.16501).')
     measured = ''
     if rows:
         protocol = protocol or f"On {rows[0]['images']:,} images of {dataset}."
@@ -67,11 +60,18 @@ def model_card(
         output='logits' if model.num_classes else 'embedding',
         own=own,
         fewer=min(trained_at) if own and {*trained_at} - {own} else None,  # one K in training leaves no choice
-        sections=[('The model', _about(model)), ('Results', measured), ('How it was trained', training),
-                  ('Limits', f"{limits} {_COST if blocks else ''}".strip())],
-        cited=blocks,
+        rows=rows,
+        dataset=dataset,
+        architecture=type(model).__name__,
+        odes=blocks,
+        shared=count_in_words(sum(len(b.shared.phases) for b in blocks)),
+        base=getattr(model, '_model_args', {}).get('base'),
+        parameters=f'{count_parameters(model):,}',
+        size=' x '.join(map(str, resolve_model_data_config(model)['input_size'])),
+        sections=[('Results', measured), ('How it was trained', training)],
+        limits=limits,
         licence=_plain(license),
-        provenance=f' {provenance}'.rstrip(),
+        provenance=provenance,
         version=__version__,
     )) + '\n'
 
@@ -80,16 +80,6 @@ def _plain(text: Any) -> str:
     """Text on one line, with Markdown and HTML escaped; an underscore within a word is not Markdown."""
     line = escape(' '.join(str(text).split()), quote=False)
     return re.sub(r'[\\`*\[\]#|~]|(?<![^\W_])_|_(?![^\W_])', r'\\\g<0>', line)
-
-
-def _about(model: nn.Module) -> str:
-    blocks, args = find_ode_blocks(model), getattr(model, '_model_args', {})
-    if not blocks:
-        return ''
-    lines = [f"- Base: `{args['base']}`"] if 'base' in args else []
-    lines.append(f'- Parameters: {count_parameters(model):,}')
-    lines.append(f"- Input: {' x '.join(str(v) for v in resolve_model_data_config(model)['input_size'])}")
-    return '\n'.join([*lines, *(f'- ODE, by {ode.config.method}: `{ode.config}`' for ode in blocks)])
 
 
 def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Sequence[int]) -> str:

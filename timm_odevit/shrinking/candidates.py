@@ -23,6 +23,7 @@ from ..export.files import export_model, load_exported
 from ..export.onnx import rewrite
 from ..files import staged
 from ..ode.blocks import find_ode_blocks
+from ..quantization import quantize_
 from ..settings import one_line
 from .material import Held, Material
 
@@ -96,36 +97,40 @@ def candidates(material: Material, student: nn.Module, plain: nn.Module | None) 
 
 
 def _files(
-        chosen: Iterable[Candidate], folder: Path, progress: Callable[[str], Any],
-) -> tuple[list[tuple[Candidate, Path, Callable[[Tensor], Tensor]]], list[str]]:
+        chosen: Iterable[Candidate], learned: Tensor, folder: Path, progress: Callable[[str], Any],
+) -> tuple[list[Any], list[str]]:
     """Write each candidate to a file, those of the same model from one export; and notes on what could not be."""
     folder.mkdir(exist_ok=True)
-    files: list[tuple[Candidate, Path, Callable[[Tensor], Tensor]]] = []
+    files: list[Any] = []
     notes, exported = list[str](), dict[int, Path | None]()
     with tempfile.TemporaryDirectory(dir=folder) as aside:
         for candidate in chosen:
             like = next(candidate.model.parameters())
             onnx = like.device.type == 'cpu' and like.dtype == torch.float32 and all(
                 map(find_spec, ('onnx', 'onnxscript', 'onnxruntime')))
-            if onnx or not candidate.int8:
-                progress(f'measuring {candidate.name}')
-                key, suffix = id(candidate.model), '.onnx' if onnx else '.pt2'
-                if key not in exported:
-                    try:
-                        exported[key] = export_model(candidate.model, Path(aside, f'{key}{suffix}'))
-                    except ValueError as e:
-                        if not files:
-                            raise
-                        exported[key] = None
-                        notes.append(f'{candidate.name}: {one_line(e)}')
-                if (whole := exported[key]) is not None:
-                    path = folder / (candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_') + suffix)
-                    if candidate.int8:
-                        rewrite(whole, path, candidate.model, candidate.bits)
-                    else:
-                        with staged(folder, path.name) as new:
-                            shutil.copyfile(whole, new / path.name)
-                    files.append((candidate, path, load_exported(path)[0]))
+            if candidate.int8 and not onnx:
+                continue
+            progress(f'measuring {candidate.name}')
+            key, suffix = id(candidate.model), '.onnx' if onnx else '.pt2'
+            if key not in exported:
+                try:
+                    exported[key] = export_model(candidate.model, Path(aside, f'{key}{suffix}'))
+                except ValueError as e:
+                    if not files:
+                        raise
+                    exported[key] = None
+                    notes.append(f'{candidate.name}: {one_line(e)}')
+            if not (whole := exported[key]):
+                continue
+            path = folder / (candidate.name.replace(' = ', '').replace(',', '').replace(' ', '_') + suffix)
+            if candidate.int8:
+                if small := copy.deepcopy(candidate.model) if candidate.bits else None:
+                    quantize_(small, learned)
+                rewrite(whole, path, candidate.model, small)
+            else:
+                with staged(folder, path.name) as new:
+                    shutil.copyfile(whole, new / path.name)
+            files.append((candidate, path, load_exported(path)[0]))
     if not onnx:
         notes.insert(0, 'The files were written by torch.export and timed in torch, without int8. For ONNX Runtime, on '
                      'a CPU, type: pip install onnx onnxruntime onnxscript')
@@ -134,13 +139,13 @@ def _files(
 
 @torch.no_grad()
 def measure(
-        chosen: Iterable[Candidate], held: Held, folder: Path, *, progress: Callable[[str], Any],
+        chosen: Iterable[Candidate], held: Held, learned: Tensor, folder: Path, *, progress: Callable[[str], Any],
 ) -> tuple[list[Row], list[str]]:
     """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
-    Returns a row for each, and notes on what could not be measured.
+    4 bits are made by images that were learned from. Returns a row for each, and notes on what could not be measured.
     """
-    files, notes = _files(chosen, folder, progress)
+    files, notes = _files(chosen, learned, folder, progress)
     device = next(files[0][0].model.parameters()).device
     progress('timing the files in turns')
     times, intervals = [], []

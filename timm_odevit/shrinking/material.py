@@ -155,7 +155,7 @@ def steps_for(material: Material, config: OdeConfig) -> OdeConfig:
     """With K steps: half of the layers, or two for each shared block; all of them if layers are of several kinds."""
     stages = find_stages(material.model)
     layers = len(stages[0].blocks)
-    if any(len(set(kinds(stage.blocks))) > 1 for stage in stages) or len(stages) > 1:
+    if len(stages) > 1 or len(set(kinds(stages[0].blocks))) > 1:
         return config
     return replace(config, steps=min(layers, max(layers // 2, 2 * config.phases)))
 
@@ -193,7 +193,7 @@ def converted(material: Material, config: OdeConfig) -> Conversion:
 
 
 def plain_student(
-        model: nn.Module, built: tuple[str, dict[str, Any]], parameters: int, base: OdeConfig = DEFAULT,
+        model: Any, built: tuple[str, dict[str, Any]], parameters: int, base: OdeConfig = DEFAULT,
 ) -> nn.Module | None:
     """A model with a few of a model's blocks, evenly spaced, and about so many parameters.
 
@@ -210,10 +210,9 @@ def plain_student(
     for i, layer in enumerate(torch.linspace(0, len(blocks) - 1, count).round().int().tolist()):
         state.update({f'{prefix}{i}.{name}': tensor for name, tensor in blocks[layer].state_dict().items()})
     try:
-        plain = timm.create_model(built[0], **{**built[1], 'depth': count})
+        plain: Any = timm.create_model(built[0], **{**built[1], 'depth': count})
         plain.load_state_dict(state)
     except (AssertionError, RuntimeError, TypeError, ValueError):  # depth is no keyword, or other tensors depend on it
         return None
-    plain.pretrained_cfg = plain.default_cfg = dict(model.pretrained_cfg)  # type: ignore[arg-type,assignment]
-    first = next(model.parameters())
-    return convert_(plain.to(first.device, first.dtype), replace(base, phases=count), keep_original=False).model
+    plain.pretrained_cfg = plain.default_cfg = dict(model.pretrained_cfg)
+    return convert_(plain.to(next(model.parameters())), replace(base, phases=count), keep_original=False).model

@@ -3,7 +3,6 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,6 +21,7 @@ from ..files import to_json, write_text
 from ..hooks import random_states_kept
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.config import OdeConfig
+from ..quantization import ENOUGH
 from ..saving.save import copy_model
 from ..settings import number
 from ..training.config import BEST, HISTORY, LAST, MINUTES, RECIPE, RUN, START
@@ -34,7 +34,7 @@ from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
 
-EXPORTS, FILES = 5, 11  # that are measured
+EXPORTS, FILES = 5, 12  # that are measured, and 4 bits
 LEVEL = 30  # minutes, of hub/lab/minutes.md
 PART = 0.2  # of the minutes to measure, at most
 LEAST, MARGIN = 1., 1.3  # times the minutes that are needed: fewer are refused, so many are asked for
@@ -108,10 +108,9 @@ def shrink(
             **asked, 'ode': config.to_args(), 'command': command, **_minutes(material, folder, minutes, began)}
         each = min(SHARE * (minutes - plan['prepare']), (minutes - plan['prepare'] - plan['measure']) / 2)
         more = max(1e-6, each - sum(plan['train']))  # minutes to train each student
-        if minutes != plan.get('minutes'):
-            if minutes < plan.get('minutes', 0.):
-                raise ValueError(f"'{folder}' was given {plan['minutes']:g} minutes before; got {minutes:g}. Give "
-                                 'more.')
+        if minutes < (before := plan.get('minutes', 0.)):
+            raise ValueError(f"'{folder}' was given {before:g} minutes before; got {minutes:g}. Give more.")
+        if minutes != before:
             plan.update(minutes=minutes, train=[*plan['train'], more])
         write_text(folder / RUN, to_json(plan))
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
@@ -122,7 +121,7 @@ def shrink(
         if plain is None:
             about.append('There is no plain student, since timm cannot build this model with fewer blocks.')
         say('\n'.join(about))
-        students = {name: each for name, each in (('student', student), ('plain', plain)) if each is not None}
+        students = {'student': student, **({} if plain is None else {'plain': plain})}
         trained: dict[str, nn.Module] = {}
         for name, each in students.items():
             left = len(students) - len(trained)
@@ -130,16 +129,14 @@ def shrink(
                 f"{left * sum(plan['train']) + plan['measure']:.3g} minutes left")
             trained[name] = _trained(each, material, plan['train'], folder / name, progress)
         rows, notes = measure(candidates(material, trained['student'], trained.get('plain')), material.judging,
-                              folder / 'files', progress=say)
+                              material.learned.images[:ENOUGH], folder / 'files', progress=say)
         verdict = Verdict(
             rows=tuple(rows), measure=material.judging.measure, keep=keep or 0.95, images=len(material.judging.images),
             about=(str(material), *about, *notes), outlook=_outlook(trained['student'], material, folder / 'student'),
             machine=f'{processor(next(model.parameters()))}, {torch.get_num_threads()} threads')
-        by_name, kept = {row.name: row for row in verdict.rows}, set()
-        for row, by in zip(verdict.rows, verdict.beaten, strict=True):
-            better = by_name.get(by, row)
-            if better.mb >= row.mb and better.value <= row.value:  # none goes for its time
-                kept.add(row.file)
+        by_name = {row.name: row for row in rows}
+        kept = {row.file for row, by in zip(rows, verdict.beaten, strict=True)  # none goes for its time
+                if (better := by_name.get(by, row)).mb >= row.mb and better.value <= row.value}
         for path in [*(folder / 'files').iterdir()]:
             if path.suffix in ('.onnx', '.pt2') and path.name not in kept:  # also those of an earlier verdict
                 path.unlink()
@@ -155,8 +152,8 @@ def _minutes(material: Material, folder: Path, minutes: float, began: float) -> 
     with tempfile.TemporaryDirectory(dir=folder) as aside:  # refuses what cannot be written
         for _ in range(2):  # the first loads what it needs
             at.clear()
-            measure([Candidate('original', 'original', material.model)], material.judging, Path(aside),
-                    progress=lambda _: at.append(time.perf_counter()))
+            measure([Candidate('original', 'original', material.model)], material.judging, material.learned.images,
+                    Path(aside), progress=lambda _: at.append(time.perf_counter()))
     at.append(time.perf_counter())  # of the export, of what follows, of its end
     prepared, measured = (at[2] - began) / 60, (EXPORTS * (at[1] - at[0]) + FILES * (at[2] - at[1])) / 60
     needed = prepared + measured / PART
@@ -167,7 +164,7 @@ def _minutes(material: Material, folder: Path, minutes: float, began: float) -> 
 
 
 def _trained(
-        student: nn.Module, material: Material, minutes: Sequence[float], folder: Path, progress: bool,
+        student: nn.Module, material: Material, minutes: list[float], folder: Path, progress: bool,
 ) -> nn.Module:
     """The student in the best of its states, after one training for each entry of `minutes`, in folders 1, 2, ..."""
     images, labels, _, kind = material.choosing

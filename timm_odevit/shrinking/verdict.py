@@ -153,21 +153,20 @@ class Verdict:
         figure.update_xaxes(gridcolor=FAINT).update_yaxes(gridcolor=FAINT, zeroline=False)
         figure.update_layout(height=380, margin=dict(l=50, r=10, t=10, b=50), paper_bgcolor=CLEAR, plot_bgcolor=CLEAR,
                              font_color='#808080', legend=dict(orientation='h', y=1.02, yanchor='bottom'))
-        head, *lines = self._cells()
-        rows = [[str(i), *line] for i, line in enumerate(lines, 1)]
+        head, *rows = ([str(i or ''), *cells] for i, cells in enumerate(self._cells()))
         best = [i for i, by in enumerate(self.beaten) if i == 0 or not by]
         others = [row for i, row in enumerate(rows) if i not in best]
         return Template(Path(__file__).with_name('page.html').read_text(encoding='utf-8')).substitute(
             title=escape(title), lead=escape(self.recommendation),
             plot=figure.to_html(full_html=False, config={'displayModeBar': False}),
             outlook=''.join(f'<p>{escape(said)}</p>' for said in self.outlook),
-            table=_html_table([['', *head], *(rows[i] for i in best)]),
+            table=_html_table([head, *(rows[i] for i in best)]),
             others=f'<details><summary>{len(others)} more, each no better than one of these in anything'
-                   f"</summary>{_html_table([['', *head], *others])}</details>" if others else '',
+                   f'</summary>{_html_table([head, *others])}</details>' if others else '',
             footer=escape('\n\n'.join([*self.about, f'Times: {self.machine}.'])))
 
 
 def _html_table(rows: list[list[str]]) -> str:
-    head, *body = [''.join(f'<t{kind}>{escape(cell)}</t{kind}>' for cell in row)
-                   for row, kind in zip(rows, 'h' + 'd' * len(rows), strict=False)]
-    return f"<div class=scroll><table><tr>{head}</tr>{''.join(f'<tr>{row}</tr>' for row in body)}</table></div>"
+    lines = (''.join(f'<t{kind}>{escape(cell)}</t{kind}>' for cell in row)
+             for row, kind in zip(rows, 'h' + 'd' * len(rows), strict=False))
+    return f"<div class=scroll><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table></div>"

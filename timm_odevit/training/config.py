@@ -14,10 +14,6 @@ MINUTES = number(0., YEAR, open='(')
 _weight = number(0.)
 
 
-def _optimizer(name: str, value: Any) -> Any:
-    return one_of([str(known) for known in list_optimizers()])(name, value)  # also those registered since the import
-
-
 @dataclass(frozen=True, repr=False)
 class FitConfig(Settings):
     """Settings of `fit`; each is also a keyword of `fit` and a key of a recipe's `fit`.
@@ -45,7 +41,7 @@ class FitConfig(Settings):
     """
     epochs: int | None = setting(None, integer(1, none='minutes'))
     minutes: float | None = setting(None, number(0., YEAR, open='(', none='epochs'))
-    opt: str = setting('muon', _optimizer)
+    opt: str = setting('muon', lambda name, value: one_of(list_optimizers())(name, value))  # also if registered later
     lr: float = setting(1e-3, number(0.))
     weight_decay: float = setting(0.05, number(0.))
     sched: str = setting('cosine', one_of(('cosine', 'tanh', 'step', 'poly')))
@@ -64,7 +60,7 @@ class FitConfig(Settings):
             raise TypeError('fit needs epochs, such as epochs=1, or minutes, such as minutes=10, but not both.')
 
 
-def _number_of_steps(name: str, k: Any) -> int | str:
+def _number_of_steps(name: str, k: Any) -> Any:
     if isinstance(k, str) and k.endswith('%'):
         number(0., 10_000., open='(')(name, float(k[:-1]))
         return k

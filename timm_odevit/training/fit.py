@@ -104,8 +104,9 @@ def fit(
         bar = stack.enter_context(tqdm(
             total=plan['epochs'] * trainer.updates, initial=len(history) * trainer.updates, unit='update',
             disable=not progress or trainer.rank > 0 or not left))
-        stack.enter_context(unfused_in_bfloat16(task, device, trainer.dtype))
-        stack.enter_context(compiled_blocks(task, config.compile))
+        stack.enter_context(unfused_in_bfloat16(trainer))
+        if config.compile:
+            stack.enter_context(compiled_blocks(task))
         for epoch in left:
             bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
             record = trainer.epoch(epoch, val_loader, bar.update)
@@ -185,12 +186,12 @@ def _measured(
     seconds = {amp: _seconds_per_update(task, train_loader, replace(config, amp=amp))
                for amp in ((None, 'bfloat16') if config.amp == 'auto' else (config.amp,))}
     amp = min(seconds, key=seconds.__getitem__)
-    planned: tuple[Any, int] = config.epochs, updates
+    epochs: Any = config.epochs
     if config.minutes is not None:
-        batches = 0 if val_loader is None else len(val_loader) if hasattr(val_loader, '__len__') else 1
-        planned = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
-                             validation * batches, max(updates, int(LONG / seconds[amp])))
-    return in_first_process(lambda: dict(zip(('epochs', 'updates', 'amp'), (*planned, amp), strict=True)))
+        batches = len(val_loader) if hasattr(val_loader, '__len__') else 1
+        epochs, updates = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
+                                     validation * batches, max(updates, int(LONG / seconds[amp])))
+    return in_first_process(lambda: {'epochs': epochs, 'updates': updates, 'amp': amp})
 
 
 def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> float:
@@ -201,7 +202,7 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
     config = replace(config, epochs=1, minutes=None, compile=False)
     done: list[float] = []
     trainer = Trainer(trial, Stream(train_loader, updates * config.accumulate), config, updates)
-    with unfused_in_bfloat16(trial, trainer.device, trainer.dtype):
+    with unfused_in_bfloat16(trainer):
         trainer.train(updates - 2, lambda: done.append(time.perf_counter()))  # timed: one round of all K
     return (done[-1] - done[0]) / (updates - 1)
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from timm.optim import Muon, create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
-from timm.task import TrainingTask
 from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
 from torch import Tensor, nn
 
@@ -33,7 +32,7 @@ _SCORES = {  # by what is measured, whether more or less of it is better, and ho
     'val_top1': (1, 'top-1 {:.1f} %'), 'val_cosine': (1, 'cosine {:.4g}'), 'val_error': (-1, 'squared error {:.4g}')}
 
 
-def models_of(task: TrainingTask) -> dict[str, nn.Module]:
+def models_of(task: Any) -> dict[str, nn.Module]:
     """Also its moving average if there is one; without wrappers."""
     models = {'model': task.get_eval_model()}
     if task.has_ema():
@@ -65,7 +64,7 @@ class Trainer:
             warmup_lr=low, min_lr=low, updates_per_epoch=updates)[0]
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=config.amp == 'float16')
         self.models = models_of(task)
-        self.chosen = self.models['ema' if 'ema' in self.models else 'model']  # is validated and saved
+        self.chosen = self.models.get('ema', self.models['model'])  # is validated and saved
 
     def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, float]:
         """Train and validate; returns the record, which depends only on the seed and the state."""
@@ -73,8 +72,7 @@ class Trainer:
         random_seed(order * self.world % 2 ** 31, self.rank)
         set_epoch(self.loader, order)
         started = time.perf_counter()
-        record: dict[str, float] = {'epoch': epoch + 1, **self.train(epoch, done)}
-        record['seconds'] = time.perf_counter() - started
+        record = {'epoch': epoch + 1, **self.train(epoch, done), 'seconds': time.perf_counter() - started}
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
             raise FloatingPointError(
                 f'The weights are not finite after epoch {epoch + 1}. Lower lr, or use no float16.')
@@ -198,14 +196,16 @@ def words_of(record: dict[str, float]) -> str:
 
 def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:
     """The first with images that can be read; returns the seconds that another such batch takes."""
+    began = time.perf_counter()
     batch = next((batch for batch in val_loader if not isinstance(batch, (tuple, list)) or len(batch[0])), None)
     if batch is None:
         raise ValueError('val_loader is empty. Give at least one batch, or None.')
+    read = time.perf_counter() - began
     with _must_fit('val_loader', batch, task):
         for _ in range(2):
             started = time.perf_counter()
             validate(task, models_of(task)['model'], [batch], dtype)
-    return time.perf_counter() - started
+    return read + time.perf_counter() - started
 
 
 @contextmanager
@@ -242,10 +242,10 @@ def _blamed(model: nn.Module, images: Tensor) -> str:
 
 
 @contextmanager
-def compiled_blocks(task: TrainingTask, wanted: bool) -> Iterator[None]:
+def compiled_blocks(task: Any) -> Iterator[None]:
     """The blocks of student and teacher compiled by torch.compile: one graph for all layers, all steps and any K."""
     modules: list[Any] = []
-    for model in (models_of(task)['model'], getattr(task, 'teacher', None)) if wanted else ():
+    for model in (models_of(task)['model'], getattr(task, 'teacher', None)):
         if model is not None:
             fields = [part for ode in find_ode_blocks(model) for part in (*ode.before, *ode.shared.phases, *ode.after)]
             try:
@@ -256,7 +256,7 @@ def compiled_blocks(task: TrainingTask, wanted: bool) -> Iterator[None]:
     try:
         for module in modules:
             module.forward = torch.compile(module.forward)  # without the hooks that see states
-        with torch._dynamo.config.patch(recompile_limit=256) if modules else nullcontext():
+        with torch._dynamo.config.patch(recompile_limit=256):
             yield
     finally:
         for module, before in zip(modules, own, strict=True):
@@ -266,10 +266,10 @@ def compiled_blocks(task: TrainingTask, wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def unfused_in_bfloat16(task: nn.Module, device: torch.device, dtype: torch.dtype | None) -> Iterator[None]:
+def unfused_in_bfloat16(trainer: Trainer) -> Iterator[None]:
     """Attention by its own operations on a CPU in bfloat16, where PyTorch's fused kernel trains slower."""
-    slow = device.type == 'cpu' and dtype is torch.bfloat16
-    fused: list[Any] = [module for module in task.modules() if slow and getattr(module, 'fused_attn', False)]
+    slow = trainer.device.type == 'cpu' and trainer.dtype is torch.bfloat16
+    fused: list[Any] = [module for module in trainer.task.modules() if slow and getattr(module, 'fused_attn', False)]
     try:
         for module in fused:
             module.fused_attn = False

@@ -1,5 +1,5 @@
 """The losses, and the pass of a student that computes them."""
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -34,7 +34,7 @@ class TrajectoryPass(nn.Module):
     def no_weight_decay(self) -> set[str]:
         return {f'student.{name}' for name in getattr(self.student, 'no_weight_decay', set)()}
 
-    def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
+    def group_matcher(self, coarse: bool = False) -> Any:
         groups = group_parameters(self.student, self.student.group_matcher(coarse=coarse), reverse=True)
         return lambda name: groups[name[len('student.'):]]
 
@@ -47,9 +47,8 @@ class TrajectoryPass(nn.Module):
         outputs, found = zip(*passes, strict=True)
         names = dict.fromkeys(name for parts in found for name in parts)  # a pass of one step has no exits
         parts = {name: torch.stack([parts[name] for parts in found if name in parts]).mean() for name in names}
-        if len(outputs) > 1:
-            parts['consistency'] = torch.stack([self._distance(output, outputs[0].detach()) for output in outputs[1:]]
-                                               ).mean()
+        if others := outputs[1:]:
+            parts['consistency'] = torch.stack([self._distance(each, outputs[0].detach()) for each in others]).mean()
         loss, weights = outputs[0].new_zeros(()), self.config.weights
         for name, part in parts.items():
             if weights[name] > 0:
@@ -94,7 +93,7 @@ class TrajectoryPass(nn.Module):
         return logit_loss(output, wanted, self.config.kd_temperature)
 
 
-def _follow(student: Any, images: Tensor, indices: list[Collection[int]]) -> tuple[Any, list[dict[int, Tensor]]]:
+def _follow(student: Any, images: Tensor, indices: list[Any]) -> tuple[Any, list[dict[int, Tensor]]]:
     """Features for `forward_head`, and the states after some blocks of each stage."""
     if not any(indices):
         return student.forward_features(images), [{} for _ in indices]

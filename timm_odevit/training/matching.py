@@ -25,8 +25,7 @@ def check_models(student: Any, teacher: Any) -> None:
         raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
     if teacher is None:
         return
-    own = {id(p) for p in student.parameters()}
-    if find_ode_blocks(teacher) or any(id(p) in own for p in teacher.parameters()):
+    if find_ode_blocks(teacher) or {*student.parameters()} & {*teacher.parameters()}:
         raise ValueError('The teacher must be the model as it was before its conversion, and share no parameters with '
                          'the student. Make it with copy.deepcopy(model) before convert_.')
     alike = is_one_sequence(student)
@@ -52,7 +51,7 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
     prefix = prefix_tokens(student) if one else 0
-    has_cls = prefix > 0 and has_class_token(student)
+    has_cls = one and has_class_token(student)
     several, weights, least = len(odes) > 1, config.weights, [len(ode.shared.borders) + 1 for ode in odes]
     for wrong, why in (
             (any(k < own for ode, own in zip(odes, least, strict=True) for of in config.counts(ode.steps) or ()

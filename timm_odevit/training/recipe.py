@@ -2,7 +2,7 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +119,9 @@ class Recipe(Settings):
     seed: int = setting(0, integer(0))
 
     def _check(self) -> None:  # each of these refuses what is out of range
-        self.config  # noqa: B018
+        _ = self.config
         with prefixed('data.'):
-            self.batches  # noqa: B018
+            _ = self.batches
         for i, stage in enumerate(self.stages):
             with prefixed(f'stages.{i}: '):
                 self.fit_of(stage), self.loss_of(stage)
@@ -132,7 +132,7 @@ class Recipe(Settings):
 
     @property
     def config(self) -> OdeConfig:
-        return OdeConfig.from_args(self.ode or {}, 'ode', prefix='')
+        return OdeConfig(**(self.ode or {}))
 
     def loss_of(self, stage: Stage) -> LossConfig:
         return LossConfig(**{**(self.loss or {}), **(stage.loss or {})})
@@ -197,9 +197,7 @@ class Recipe(Settings):
 
     def to_yaml(self) -> str:
         """Without default values."""
-        def changed(of: Any) -> dict[str, Any]:
-            return {f.name: getattr(of, f.name) for f in fields(of) if getattr(of, f.name) not in (None, f.default)}
-        tree = {**changed(self), 'stages': [changed(stage) for stage in self.stages]}
+        tree = {**self.changed(), 'stages': [stage.changed() for stage in self.stages]}
         return yaml.safe_dump(_plain(tree), sort_keys=False, default_flow_style=None, width=120)
 
 

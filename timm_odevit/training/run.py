@@ -113,7 +113,7 @@ def train(
             write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
             if on_epoch is not None:
                 on_epoch(record)
-        history, best = run.train(minutes, resume, progress and rank == 0, done)
+        history, best = run.train(minutes, progress and rank == 0, resume, done)
         if rank == 0:
             copy_model(best, folder / BEST)
             used = run.recipe.without_shares(run.own[0]) if len(run.own) == 1 else run.recipe
@@ -124,7 +124,8 @@ def train(
 
 def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resume: bool) -> None:
     if teacher is not None and (recipe.model is not None or (student is None and recipe.ode is None)):
-        raise ValueError('The recipe names a model, or has no ode, so the student would not be made from the teacher.')
+        raise ValueError('The recipe names a model, or has no ode, so the student would not be made from the teacher. '
+                         'Give --student.')
     if recipe.model is None and teacher is None and student is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
     check_unused(folder, resume, folder / RECIPE)
@@ -198,6 +199,6 @@ def calibrate_(
         batches = Mapped(data.train, unlabelled)
         few = list(islice(batches, JUDGED))
         run = Run(recipe, student, teacher, replace(data, train=batches, val=few))
-        history, state = run.train(minutes, progress=progress)
+        history, state = run.train(minutes, progress)
     model.load_state_dict(state)
     return history

@@ -17,7 +17,7 @@ from timm.utils import random_seed
 from torch import nn
 
 from ..data.read import Data
-from ..distributed import in_first_process, over_processes, rank_and_world
+from ..distributed import in_first_process, over_processes
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import find_ode_blocks
@@ -69,25 +69,22 @@ class Run:
             in_first_process(lambda: try_one_batch(data.val, self.stages[-1].task, None))
         # lr_scale, the factor on the learning rates of stages that ask for one; start, what was measured of the student
         # before training; minutes, those of each stage that has begun
-        then = {} if folder is None else read_run(folder).get('plan', {})
-        self.plan: dict[str, Any] = {name: value for name, value in then.items() if value is not None}
+        self.plan: dict[str, Any] = {} if folder is None else read_run(folder).get('plan', {})
 
     def _prepared(self, i: int, stage: Stage, teacher: Any) -> PreparedStage:
         recipe, student = self.recipe, self.student
         config, loss = replace(recipe.fit_of(stage), seed=recipe.seed + 1000 * i), recipe.loss_of(stage)
         criterion = SoftTargetCrossEntropy() if recipe.batches.mixes else nn.CrossEntropyLoss()
-        common: Any = {'device': next(student.parameters()).device, 'verbose': False}
         names = _names_of(student, stage.train)
         count_updates(self.data.train, config.accumulate)
-        task: Any
         if stage.task == 'labels':
-            task = ClassificationTask(student, criterion, **common)
+            task: Any = ClassificationTask(student, criterion, device=next(student.parameters()).device, verbose=False)
             task.embedding = False
         else:
-            if loss.checkpoints == 'distance':
-                sample = self.data.sample('train' if self.data.val is None else 'val', SAMPLE, recipe.seed)[0]
-                common['calibration'] = sample.to(common['device'])
-            task = TrajectoryDistillationTask(student, teacher, criterion=criterion, config=loss, **common)
+            part = 'train' if self.data.val is None else 'val'
+            sample = self.data.sample(part, SAMPLE, recipe.seed)[0] if loss.checkpoints == 'distance' else None
+            task = TrajectoryDistillationTask(
+                student, teacher, criterion=criterion, config=loss, calibration=sample, verbose=False)
         task.labelled = self.data.labelled or teacher is None
         counts = [each or ((steps,),) for each, steps in zip(
             getattr(task, 'counts', [None] * len(self.own)), self.own, strict=True)]
@@ -100,10 +97,10 @@ class Run:
             task, names, config, [sorted({k for of in each for k in of}) for each in counts], share, stage.scale_lr)
 
     def write(self) -> None:
-        if self.folder is not None and rank_and_world()[0] == 0:
+        if self.folder is not None:
             write_text(self.folder / RUN, to_json({**self.about, 'plan': self.plan}))
 
-    def train(self, minutes: float | None = None, resume: bool = False, progress: bool = True,
+    def train(self, minutes: float | None, progress: bool, resume: bool = False,
               on_epoch: Callable[..., Any] | None = None) -> tuple[list[Any], Any]:
         """The records of all epochs, and the best state: its folder, or weights. Minutes are those of all stages."""
         student, last = self.student, self.stages[-1]
@@ -111,7 +108,7 @@ class Run:
         scale = self._scale_lr(self.stages[0])
         self._set_steps(last)
         states = [in_first_process(lambda: self._start(last, progress))]
-        history: list[dict[str, float]] = []
+        history: list[Any] = []
         try:
             for i, stage in enumerate(self.stages if scale >= EXACT else []):
                 config = replace(stage.config, lr=stage.config.lr * (scale if stage.scaled else 1.))
@@ -124,7 +121,7 @@ class Run:
                 if progress:
                     count = sum(p.numel() for p in student.parameters() if p.requires_grad)
                     print(f"stage {i}: {getattr(stage.task, 'title', 'labels')}, {count:,} trainable parameters")
-                out = None if self.folder is None else self.folder / f'stage{i}'
+                out = self.folder and self.folder / f'stage{i}'
                 records = fit(stage.task, self.data.train, self.data.val if out else None, out=out, resume=resume,
                               progress=progress, config=config, on_epoch=on_epoch)
                 history += [{'stage': i, **record} for record in records]
@@ -143,7 +140,7 @@ class Run:
 
     def _minutes_of(self, i: int, minutes: float) -> float:
         """Minutes of a stage: its share of those that are left when it begins."""
-        planned: list[float] = self.plan.setdefault('minutes', [])
+        planned = self.plan.setdefault('minutes', [])
         if i == len(planned):
             gone = max(sum(planned), (time.perf_counter() - self.began) / 60)
             shares = [stage.share for stage in self.stages[i:]]
@@ -160,7 +157,7 @@ class Run:
     def _scale_lr(self, stage: PreparedStage) -> float:
         """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1."""
         if 'lr_scale' not in self.plan and any(each.scaled for each in self.stages):
-            device, losses = torch.device(stage.task.device), []
+            device, losses = stage.task.device, []
             random_seed(self.recipe.seed)
             with evaluating(stage.task.trainable_module):
                 for images, labels in islice(self.data.train, SCALING):

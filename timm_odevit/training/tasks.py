@@ -69,9 +69,9 @@ class TrajectoryDistillationTask(TrainingTask):
             teacher.requires_grad_(False).eval()
         self.trainable_module = TrajectoryPass(student, config, times)
         self.config, self.embedding = config, config.embedding
-        self.criterion = criterion if criterion is not None else nn.CrossEntropyLoss()
+        self.criterion = criterion or nn.CrossEntropyLoss()
         self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
-        self.update, self.seed = 0, 0
+        self.begin_update(0)
 
     def train(self, mode: bool = True) -> Self:
         super().train(mode)
@@ -80,9 +80,9 @@ class TrajectoryDistillationTask(TrainingTask):
         return self
 
     def prepare_distributed(self, device_ids: list[Any] | None = None, **ddp_kwargs: Any) -> Self:
-        from torch.nn.parallel import DistributedDataParallel
         ddp_kwargs.setdefault('find_unused_parameters', True)  # such as the head, or layers that few steps leave out
-        self.trainable_module = DistributedDataParallel(self.trainable_module, device_ids=device_ids, **ddp_kwargs)
+        self.trainable_module = nn.parallel.DistributedDataParallel(
+            self.trainable_module, device_ids=device_ids, **ddp_kwargs)
         return self
 
     def get_eval_model(self, module: nn.Module | None = None, ema: bool = False) -> nn.Module | None:
