@@ -145,9 +145,11 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
 
 
 def _compensated(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
-    left, eye = weight.flatten(1).float().clone(), torch.eye(len(moments)).to(moments)
+    nearest = in_groups(weight, bits).values(weight.shape)
     if len(moments) % GROUP:
-        return in_groups(weight, bits).values(weight.shape)
+        return nearest
+    left, eye = weight.flatten(1).float().clone(), torch.eye(len(moments)).to(moments)
+    step = (nearest.flatten(1).abs().amax(1) / 64).clamp_min(1e-12)  # of int8, in which a file may compute
     damped = moments + eye * (DAMPING * moments.diag().mean() + 1e-8)
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
     for start in range(0, len(moments), GROUP):
@@ -158,7 +160,7 @@ def _compensated(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
         for i in range(GROUP):
             code = (part[:, i] / scale[:, 0] + zero[:, 0]).round().clamp(0, 2 ** bits - 1)
             value = scale[:, 0] * (torch.where(ends[:, i], codes[:, i], code) - zero[:, 0])
-            errors[:, i] = (part[:, i] - value) / rows[i, start + i]
+            errors[:, i] = (part[:, i] - (value / step).round() * step) / rows[i, start + i]
             part[:, i:] -= errors[:, i:i + 1] * rows[i, start + i:start + GROUP]
             part[:, i] = value
         left[:, start + GROUP:] -= errors @ rows[:, start + GROUP:]
