@@ -175,6 +175,7 @@ MISTAKES = [
     (['shrink', 'open_clip:ViT-B-16/none', 'images', 'out', '--img-size', '96'], 'Leave out --random, --checkpoint, --img-size'),
     (['distill', 'scratch', 'images', 'new', '--set', 'model_args.num_heads=5'], "Cannot build 'odevit_tiny_patch4_32'"),
     (['predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6'], 'it is not an ODE-ViT'),
+    (['export', 'local-dir:teacher', 'a.onnx', '--images', 'images'], '--images is for 4 bits. Add --bits 4'),
 ]
 
 
@@ -261,10 +262,9 @@ def test_the_whole_chain_on_ones_own_images(folder, capsys):
     shutil.rmtree('student')
     shutil.copy('images/c1/0.png', 'photo.jpg')
     tiny = {'deit_tiny_patch16_224': 'local-dir:teacher', '25%': '90%', '6': '3',
-            'small.onnx': 'small.pt2', '--bits': '', '4': '', '--int8': ''}  # which needs no other package
+            'small.onnx': 'small.pt2', '--bits': '', '4': '', '--int8': '', '--images=images': ''}  # which needs no other package
     quick = {'finetune': [*RECIPE, '--set', 'fit.epochs=1'], 'calibrate': ['--epochs', '1', '--workers', '0'],
-             'distill': [*RECIPE, *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))], 'evaluate': ['--workers', '0'],
-             'four_bits': [*RECIPE, '--set=stages.0.fit.epochs=1']}
+             'distill': [*RECIPE, *(f'--set=stages.{i}.fit.epochs=1' for i in range(2))], 'evaluate': ['--workers', '0']}
     printed = run_chain('your-images.md', 'chain', tiny, quick, capsys)
     assert list(printed) == ['finetune', 'convert', 'calibrate', 'distill', 'evaluate', 'export', 'predict', 'push']
     hint = 'odevit evaluate local-dir:tuned/best images --held-out 0.1'
@@ -346,7 +346,7 @@ def test_a_file_that_was_not_exported_is_refused(folder, capsys):
     (['calibrate', 'local-dir:student', 'flat', 'out', *T, '--epochs', '1'], 'saved out'),
     (['evaluate', 'local-dir:student', 'flat', '--embedding', *T], 'flat: 10 images'),
     (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5'], 'the share 0.5 held out'),
-    (['benchmark', 'local-dir:student', '--data', 'flat', '--rounds', '1'], '| batch 8'),
+    (['benchmark', 'local-dir:student', '--data', 'flat', '--rounds', '1'], '| batch 8'), (['export', 'local-dir:student', 'a.html', '--images', 'flat'], 'wrote a.html'),
     (['distill', 'embedding', 'flat', 'out', *T, *RECIPE, '--set', 'stages.0.fit.epochs=1', '--set', 'ode.phases=1'], 'saved out'),
     (['predict', 'local-dir:student', 'flat'], 'flat/9.png'), (['halt', 'local-dir:student', 'flat', 'out'], 'labels are needed'),
     (['evaluate', 'local-dir:student', 'flat'], 'Make a sub-folder for each class')])
