@@ -65,8 +65,9 @@ def which():
     for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
         for row in group['rows']:
             name, *more = row['name'].split(', ')
-            worse = 'int8' if 'three' in name else '4 bits'  # of students for any K: three blocks learnt with 4 bits
-            if row['kind'] == 'student' and ('native' not in name or (len(trained[name]) > 1 and worse in more)):
+            worse = 'int8' if 'three' in name else '4 bits'  # of students for any K: three blocks lose little by 4 bits
+            other = 'native' not in name or '4bits' in name
+            if row['kind'] == 'student' and (other or (len(trained[name]) > 1 and worse in more)):
                 continue
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], group['rows'][0]['ms'], strict=True)]
             words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
@@ -138,10 +139,9 @@ def frontier(path):
     for row in group['rows']:
         name, file, *steps = *row['name'].split(', '), *['float32'] * (', ' not in row['name'])
         base = name.partition('_patch')[0]
-        steps += ['trained'] * ('4bits' in name)
         words = ', '.join([WORDS.get(base, 'three plain blocks').replace('the ', ''), *steps])
         color = {'original': GREY, 'plain': GREEN}.get(row['kind'], BLUE if 'three' in base else ORANGE)
-        if '_k' in name or '4bits' in name or row['kind'] != 'student':
+        if '_k' in name or row['kind'] != 'student':
             axes.plot(row['mb'], row['value'], marks[file], color=color, markersize=6, zorder=3)
             points.append((f'{words}, {file}', color, row['mb'], row['value']))
     axes.set(xlabel='file, MB', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log', xlim=(0.2, 70), ylim=(66, 86))
