@@ -136,7 +136,7 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
             patches = isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride and layer.groups == 1
             if isinstance(layer, nn.Linear) or patches:
                 hooks.enter_context(layer.register_forward_pre_hook(collect))
-        for batch in images.to(next(model.parameters())).split(GROUP):
+        for batch in images.to(next(model.parameters())).split(32):
             model(batch)
         if not all(of.isfinite().all() for of in moments.values()):
             raise ValueError('The images give values that are not finite. Check images and weights.')
