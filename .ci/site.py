@@ -19,7 +19,7 @@ SECTIONS = {
     'Train': ('training',),
     'Evaluate': ('evaluation',),
     'Dynamics': ('dynamics',),
-    'Save and share': ('saving', 'export'),
+    'Save and share': ('saving', 'quantization', 'export'),
     'Other libraries': ('interop',),
 }
 INTRODUCTION = """# API reference
