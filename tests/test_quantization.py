@@ -92,9 +92,9 @@ def test_rounding_for_images_is_better_on_them_and_stored_as_it_is(vit, tmp_path
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True) if is_rounded(p))
 
 
-def test_images_that_are_not_finite_leave_a_model_as_it_is(vit):
-    model = vit(embed_dim=64)
-    before = snapshot(model)
-    with pytest.raises(ValueError, match='values that are not finite'):
-        quantize_(model, torch.full((2, 3, 16, 16), torch.nan))
+def test_images_that_do_not_fit_leave_a_model_as_it_is(vit):
+    before = snapshot(model := vit(embed_dim=64))
+    for given, said in ((torch.full((2, 3, 16, 16), torch.nan), 'values that are not finite'), ('photos', 'got str and 4')):
+        with pytest.raises(ValueError, match=said):
+            quantize_(model, given)
     assert snapshot(model) == before and not any(module._forward_pre_hooks for module in model.modules())

@@ -13,7 +13,6 @@ BITS = 4  # of what is stored
 GROUP = 32  # consecutive numbers of a tensor
 SMALL = 1024  # a tensor with fewer numbers, and a vector, keeps 16 bits
 ENOUGH = 128  # images to round by
-DAMPING = 0.01  # of the mean of the diagonal
 _PARTS = ('codes', 'scale', 'zero')
 
 
@@ -114,15 +113,17 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
 
     Args:
         images: [N, C, H, W], normalised for the model; 128 are enough.
-        bits: For each number, at most 8.
+        bits: For each number, from 2 to 8.
 
-    Raises ValueError, and leaves the model as it is, if what its layers see is not finite.
+    Raises ValueError, and leaves the model as it is, for other images or bits, or if what its layers see is not finite.
 
     Examples:
         >>> quantize_(student, images)
         >>> path = save_pretrained(student, 'small', bits=4)
     """
-    moments: dict[Tensor, Any] = {}  # second moments of the inputs of each matrix
+    if not isinstance(images, Tensor) or images.ndim != 4 or bits not in range(2, 9):
+        raise ValueError(f'Give images [N, C, H, W] and 2 to 8 bits; got {type(images).__name__} and {bits}.')
+    moments: dict[Tensor, Any] = {}  # of the inputs of each matrix
 
     def collect(layer: Any, args: tuple[Tensor, ...]) -> None:
         x = args[0].float()
@@ -139,9 +140,11 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
         for batch in images.to(next(model.parameters())).split(32):
             model(batch)
         if not all(of.isfinite().all() for of in moments.values()):
-            raise ValueError('The images give values that are not finite. Check images and weights.')
-        for p in filter(is_rounded, model.parameters()):
-            p.copy_(_compensated(p, moments[p], bits) if p in moments else in_groups(p, bits).values(p.shape))
+            raise ValueError('The images give values that are not finite.')
+        found = [(p, _compensated(p, moments[p], bits) if p in moments else in_groups(p, bits).values(p.shape))
+                 for p in model.parameters() if is_rounded(p)]
+        for p, values in found:
+            p.copy_(values)
 
 
 def _compensated(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
@@ -150,7 +153,7 @@ def _compensated(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
         return nearest
     left, eye = weight.flatten(1).float().clone(), torch.eye(len(moments)).to(moments)
     step = (nearest.flatten(1).abs().amax(1) / 64).clamp_min(1e-12)  # of int8, in which a file may compute
-    damped = moments + eye * (DAMPING * moments.diag().mean() + 1e-8)
+    damped = moments + eye * (0.01 * moments.diag().mean() + 1e-8)
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
     for start in range(0, len(moments), GROUP):
         part, rows = left[:, start:start + GROUP], inverse[start:start + GROUP]

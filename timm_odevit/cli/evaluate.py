@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_model, push_to_hub, quantize_
 from timm_odevit import evaluate as evaluate_classes
@@ -143,7 +142,7 @@ def benchmark(args: Any) -> None:
         write_text(Path(args.json), to_json(asdict(results)))
 
 
-def _some_images(path: str, model: nn.Module, count: int) -> Tensor:
+def _some_images(path: str, model: Any, count: int) -> Any:
     """Again from the start if there are too few."""
     images, _ = read_data(path, model, labels=False, held_out=0.).sample('train', count)
     return images[torch.arange(count) % len(images)].to(next(model.parameters()).device)

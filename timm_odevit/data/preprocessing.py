@@ -77,9 +77,7 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
 
 
 def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
-    """What makes of images [B, C, H, W] normalised for a model images for its teacher; None if both expect the same, or
-    one does not say what it expects.
-    """
+    """From a model's normalisation of images [B, C, H, W] to its teacher's; None if equal, or if one gives none."""
     if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
         return None
     cfgs = [resolve_input_data_config(unwrap_model(m)) for m in (model, teacher)]

@@ -53,9 +53,9 @@ def rewrite(source: Path, path: Path, model: nn.Module, small: nn.Module | None)
 def _groups_of(model: nn.Module, small: nn.Module) -> Matrices:
     """The groups of the matrices of `small`, and their numbers, by the floats of a model; also of transposed ones."""
     found: Matrices = {}
-    for name, tensor in model.state_dict().items():
+    for tensor, other in zip(model.state_dict().values(), small.state_dict().values(), strict=True):
         if is_rounded(tensor):
-            groups, values = found[tensor.numpy().tobytes(), tensor.shape] = _pair(small.state_dict()[name])
+            groups, values = found[tensor.numpy().tobytes(), tensor.shape] = _pair(other)
             if tensor.ndim == 2:
                 found[tensor.T.contiguous().numpy().tobytes(), values.T.shape] = groups, values.T
     return found

@@ -121,11 +121,11 @@ class NativeField(Field):
 class CenterNorm(nn.Module):
     """gamma * D / (D - 1) * (x - mean(x)) + beta, over the last dimension D. Source: LipsFormer, arXiv 2304.09856."""
 
-    def __init__(self, dim: int, device=None, dtype=None) -> None:
+    def __init__(self, dim: int, **dd: Any) -> None:
         super().__init__()
         self.scale = dim / (dim - 1)
-        self.weight = nn.Parameter(torch.ones(dim, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(dim, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.ones(dim, **dd))
+        self.bias = nn.Parameter(torch.zeros(dim, **dd))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.weight)
@@ -151,10 +151,9 @@ class LipschitzField(Field):
 
     def __init__(
             self, dim: int, num_heads: int, head_dim: int, hidden: int, act: nn.Module, attn_drop: float = 0.,
-            proj_drop: float = 0., drop_path: float = 0., device=None, dtype=None,
+            proj_drop: float = 0., drop_path: float = 0., **dd: Any,
     ) -> None:
         super().__init__()
-        dd = {'device': device, 'dtype': dtype}
         self.num_heads, self.scale, self.fused_attn = num_heads, head_dim ** -0.5, use_fused_attn()
         self.norm1 = CenterNorm(dim, **dd)
         self.qkv = nn.Linear(dim, 3 * num_heads * head_dim, bias=False, **dd)
@@ -183,7 +182,7 @@ class LipschitzField(Field):
             weight.shape[1], attn.num_heads, weight.shape[0] // (3 * attn.num_heads), first.mlp.fc2.in_features,
             copy_module(first.mlp.act), attn.attn_drop.p, attn.proj_drop.p,
             sum(getattr(block.drop_path1, 'drop_prob', 0.) or 0. for block in blocks) / len(blocks),
-            weight.device, weight.dtype)
+            device=weight.device, dtype=weight.dtype)
         return field.requires_grad_(any(p.requires_grad for block in blocks for p in block.parameters()))
 
     @staticmethod
