@@ -76,7 +76,7 @@ def test_a_published_card_is_generated_its_code_runs_and_its_metadata_are_valid(
     assert names['logits'].shape == (1, names['model'].num_classes)
 
 
-@pytest.mark.parametrize('name', [name for name in NAMES if 'three' in name and '4bits' not in name][:1])
+@pytest.mark.parametrize('name', [name for name in NAMES if 'three' in name][:1])
 def test_four_threads_with_their_own_numbers_of_steps_get_the_answers_of_one(name):
     model = timm.create_model(name, pretrained=True).eval()
     images = torch.randn(4, *model.pretrained_cfg['input_size'])

@@ -1,6 +1,6 @@
 """Weights in a few bits: matrices rounded in groups, each with a scale and a zero point."""
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -82,24 +82,6 @@ def _pairs(codes: Tensor) -> Tensor:
 
 def _singles(pairs: Tensor) -> Tensor:
     return torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()
-
-
-@contextmanager
-def rounded(model: nn.Module, bits: int | None) -> Iterator[None]:
-    """The model with its matrices rounded: gradients taken inside pass straight through to the numbers outside.
-
-    Source: straight-through estimator, arXiv 1308.3432.
-    """
-    kept = [(p, p.detach().clone()) for p in model.parameters() if is_rounded(p)] if bits else []
-    try:
-        with torch.no_grad():
-            for p, value in kept:
-                p.copy_(in_groups(value, bits or BITS).values(p.shape))
-        yield
-    finally:
-        with torch.no_grad():
-            for p, value in kept:
-                p.copy_(value)
 
 
 def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:

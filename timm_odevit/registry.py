@@ -46,7 +46,7 @@ _PUBLISHED = {
     'odevit_tiny_native_patch16_128': {
         'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10},
     'odevit_tiny_native_three_patch16_128': {
-        f'deit_tiny_{tag}cifar100': 100 for tag in ('', 'k6_', 'k12_', '4bits_')},
+        f'deit_tiny_{tag}cifar100': 100 for tag in ('', 'k6_', 'k12_')},
     'deit_tiny_patch16_128': {'cifar100': 100},
 }
 _STEPS = {'deit_tiny_k12_cifar100': 12}  # of published models that have other numbers of steps than their architecture

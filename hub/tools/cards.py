@@ -41,9 +41,7 @@ def opening(name, record, steps):
     if all(each in files for each in names):
         said.append('As int8, it takes {:.2f} MB and has {:.1f} %, DeiT-tiny {:.2f} MB and {:.1f} %.'.format(
             *(files[each][key] for each in names for key in ('mb', 'value'))))
-    if '4bits' in name and (file := files.get(f'{name}, 4 bits, K = {steps}')):
-        said.append('As ONNX in 4 bits, as in training, it takes {mb:.2f} MB and has {value:.1f} %.'.format(**file))
-    if name.startswith(PLAIN) and '4bits' not in name:
+    if name.startswith(PLAIN):
         plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
         said.append(f"A plain ViT of as many parameters ({plain['steps']} of an earlier teacher's blocks, each used "
                     f"once), trained once by the same script, has {plain['top1']:.1f} %, with "

@@ -39,7 +39,7 @@ def published():
 
 def in_words(name, trained):
     """A published model in words, with the numbers of steps of its training."""
-    words = WORDS[name.partition('_patch')[0]] + ', trained in 4 bits' * ('4bits' in name)
+    words = WORDS[name.partition('_patch')[0]]
     return words if not trained else f'{words}, any K' if len(trained) > 1 else f'{words}, K = {trained[0]} alone'
 
 
@@ -66,8 +66,7 @@ def which():
         for row in group['rows']:
             name, *more = row['name'].split(', ')
             worse = 'int8' if 'three' in name else '4 bits'  # of students for any K: three blocks lose little by 4 bits
-            other = 'native' not in name or '4bits' in name
-            if row['kind'] == 'student' and (other or (len(trained[name]) > 1 and worse in more)):
+            if row['kind'] == 'student' and ('native' not in name or (len(trained[name]) > 1 and worse in more)):
                 continue
             ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], group['rows'][0]['ms'], strict=True)]
             words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else

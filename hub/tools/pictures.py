@@ -16,9 +16,7 @@ MODELS = {
     'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': ('one block, K = 6', 'C3'),
     'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
-OTHERS = {  # whose dynamics were not measured
-    'odevit_tiny_native_three_patch16_128.deit_tiny_4bits_cifar100': ('three blocks in 4 bits', 'C6'),
-    'plain3': ('three plain blocks', 'C7')}
+OTHERS = {'plain3': ('three plain blocks', 'C7')}  # whose dynamics were not measured
 OWN = {'plain3': '3'}  # K, where a label has none
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'exponents': 'largest exponent',

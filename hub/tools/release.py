@@ -5,7 +5,7 @@ r"""Make the folder of a published model from a finished run: weights, config, r
         --command "odevit distill autonomous cifar100.npz out/run ..."
 
 Training never sees the test images. Weights are stored in half precision, unless that costs more than 0.05 points of
-top-1 on the images held out of training, or in 4 bits.
+top-1 on the images held out of training.
 """
 import argparse
 import copy
@@ -64,7 +64,6 @@ def main():
                         help='what the weights took that the run began with, if they were not published, and on what')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
     parser.add_argument('--steps', type=int, nargs='+', default=STEPS, help='step counts to measure')
-    parser.add_argument('--bits', type=int, choices=[4], help='store matrices in so many')
     parser.add_argument('--start', help='a sentence or two on the student that the run began with, for the card')
     parser.add_argument('--hub', type=Path, default=HUB)
     args = parser.parse_args()
@@ -83,7 +82,7 @@ def main():
     data = read_data(args.data, model, DataConfig(batch_size=128), held_out=recipe.batches.held_out)
     half = copy.deepcopy(model).half().float()  # rounded
     full, rounded = (trained(measure(m, data.val), m)['top1'] for m in (model, half))
-    stored = model if args.bits or rounded < full - 0.05 else copy.deepcopy(half).half()
+    stored = model if rounded < full - 0.05 else copy.deepcopy(half).half()
     commands, recipes, epochs, spans = before(args.earlier)
     spans += [span for _, span in begun]
     aside = args.hub / '.release' / args.name  # hub/NAME changes only when all is there
@@ -91,7 +90,7 @@ def main():
         aside.mkdir(parents=True)
         names = {'label_names': list(data.classes)} if data.classes else {}
         stored.pretrained_cfg = {**stored.pretrained_cfg, **names}
-        save_pretrained(stored, aside, bits=args.bits)
+        save_pretrained(stored, aside)
         published = timm.create_model(f'local-dir:{aside}', pretrained=True).eval()
         rows = measure(published, data.test, teacher, steps)
         size = (aside / 'model.safetensors').stat().st_size

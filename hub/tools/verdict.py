@@ -39,7 +39,7 @@ def chosen(tag, plain):
         counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps} if trained else {None}
         for steps in sorted(counts, reverse=True):
             kind, view = ('student', with_steps(model, steps)) if steps else ('original', model)
-            for each in Candidate(kind, name, view).and_smaller()[2 if '4bits' in name else bool(steps):]:
+            for each in Candidate(kind, name, view).and_smaller()[bool(steps):]:
                 group.append(each._replace(name=each.name + f', K = {steps}' * bool(steps)))
     if plain is not None:
         model = timm.create_model(f'local-dir:{plain}', pretrained=True).eval()

@@ -31,8 +31,6 @@ class FitConfig(Settings):
         accumulate: Batches per update; an incomplete last group is dropped.
         ema_decay: Decay of a moving average of the weights, which is then saved as best; None for none.
         amp: 'bfloat16' or 'float16'; None for full precision; 'auto' for the faster of None and bfloat16.
-        bits: Round matrices to so many bits in each update and each validation, in the groups of an exported file of 4
-            bits; what is saved is not rounded. None for no rounding.
         compile: Compile the blocks of student and teacher by torch.compile: one graph for all layers and steps.
         seed: Seed of the run.
 
@@ -51,7 +49,6 @@ class FitConfig(Settings):
     accumulate: int = setting(1, integer(1))
     ema_decay: float | None = setting(None, number(0., 1., open=')', none='no moving average'))
     amp: str | None = setting(None, one_of([*filter(None, AMP_DTYPES), 'auto'], none='full precision'))
-    bits: int | None = setting(None, integer(2, none='no rounding', most=8))
     compile: bool = setting(False, flag)
     seed: int = setting(0, integer(None))
 

@@ -23,7 +23,6 @@ from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import AMP_DTYPES, autocast, check_images, described
 from ..ode.blocks import find_ode_blocks
-from ..quantization import rounded
 from ..settings import one_line
 from .config import FitConfig
 
@@ -79,8 +78,7 @@ class Trainer:
 
         def validated() -> dict[str, float]:
             if val_loader is not None:
-                with rounded(self.chosen, self.config.bits):
-                    record.update(validate(self.task, self.chosen, val_loader, self.dtype))
+                record.update(validate(self.task, self.chosen, val_loader, self.dtype))
             return record
         return in_first_process(validated)  # the others wait here
 
@@ -95,7 +93,7 @@ class Trainer:
             self.scheduler.step_update(update)
             if hasattr(task, 'begin_update'):
                 task.begin_update(update, self.config.seed)
-            with nullcontext() if last else task.no_sync(), rounded(self.models['model'], self.config.bits):
+            with nullcontext() if last else task.no_sync():
                 with _must_fit('train_loader', batch, task) if i == 0 else nullcontext():
                     images, labels = (x.to(self.device, non_blocking=True) for x in batch)
                     if i == 0:

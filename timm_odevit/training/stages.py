@@ -21,7 +21,6 @@ from ..distributed import in_first_process, over_processes
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import find_ode_blocks
-from ..quantization import rounded
 from ..saving.save import save_pretrained
 from .config import BEST, RUN, START, FitConfig
 from .fit import EPOCHS, count_updates, fit
@@ -46,7 +45,7 @@ class PreparedStage(NamedTuple):
     @property
     def measured(self) -> Any:
         """What the scores of two stages must share to be compared."""
-        return self.counts, self.task.embedding, self.config.bits
+        return self.counts, self.task.embedding
 
 
 class Run:
@@ -168,8 +167,7 @@ class Run:
 
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
         amp, val = AMP_DTYPES.get(stage.config.amp), self.data.val
-        with rounded(self.student, stage.config.bits):
-            record = {} if val is None else validate(stage.task, self.student, val, amp)
+        record = {} if val is None else validate(stage.task, self.student, val, amp)
         return record, copy.deepcopy(self.student.state_dict())
 
     def _start(self, stage: PreparedStage, progress: bool) -> tuple[Any, Any]:
