@@ -54,17 +54,13 @@ def softmax(model, images):
     return {'along': found.mean((0, 2)).tolist(), **spread(found.mean((1, 2)))}
 
 
-def observed_order(errors):
-    """The order of convergence that the errors of one method show: the slope of log error against log h."""
-    return -float(np.polyfit(*np.log([(e.steps, float(e.error.mean())) for e in errors]).T, 1)[0])
-
-
 def discretisation(model, images):
     methods = dict.fromkeys([find_ode_blocks(model)[0].method, 'strang', 'rk4'])
     found = [odevit.discretisation_errors(model, images, methods=[method], fine=4) for method in methods]
     return [{'method': e.method, 'steps': e.steps, 'error': float(e.error.mean()),
-             'reference': float(e.reference.mean()), 'local': e.local.mean(0).tolist(), 'order': observed_order(each)}
-            for each in found for e in each]
+             'reference': float(e.reference.mean()), 'local': e.local.mean(0).tolist(), 'order':  # the slope, in logs
+             -float(np.polyfit(*np.log([(each.steps, float(each.error.mean())) for each in of]).T, 1)[0])}
+            for of in found for e in of]
 
 
 def agreement(model, loader):

@@ -4,7 +4,6 @@ Writes hub/speed/formats.json, on one CPU core:
 
     OMP_NUM_THREADS=1 python hub/tools/formats.py cifar100.npz NAME
 """
-import argparse
 import sys
 import tempfile
 from pathlib import Path
@@ -24,17 +23,13 @@ IMAGES = 1000
 FORMS = ({}, {'int8': True}, {'bits': 4}, {'bits': 4, 'int8': True}, {'any_steps': True},
          {'any_steps': True, 'bits': 4, 'int8': True})
 
-if __name__ == '__main__':
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument('data', help='.npz with test images')
-    parser.add_argument('model', help='name of a published model')
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    model, rows = timm.create_model(args.model, pretrained=True).eval(), []
-    with tempfile.TemporaryDirectory() as folder:
-        for number, (ending, form) in enumerate((*(('onnx', form) for form in FORMS), ('pt2', {}))):
-            path = export_model(model, Path(folder, f'{number}.{ending}'), **form)
-            top1, ms = exported.main(str(path), args.data, IMAGES)
-            rows.append({'format': ending, **form, 'mb': path.stat().st_size / 1e6, 'top1': top1, 'ms': ms})
-    write_text(HUB / 'speed' / 'formats.json', to_json({
-        'machine': f'{processor()}, one thread', 'model': args.model, 'images': IMAGES, 'rows': rows}))
+data, name = sys.argv[1:]
+torch.set_num_threads(1)
+model, rows = timm.create_model(name, pretrained=True).eval(), []
+with tempfile.TemporaryDirectory() as folder:
+    for number, (ending, form) in enumerate((*(('onnx', form) for form in FORMS), ('pt2', {}))):
+        path = export_model(model, Path(folder, f'{number}.{ending}'), **form)
+        top1, ms = exported.main(str(path), data, IMAGES)
+        rows.append({'format': ending, **form, 'mb': path.stat().st_size / 1e6, 'top1': top1, 'ms': ms})
+write_text(HUB / 'speed' / 'formats.json', to_json({
+    'machine': f'{processor()}, one thread', 'model': name, 'images': IMAGES, 'rows': rows}))

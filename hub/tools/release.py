@@ -11,6 +11,7 @@ import argparse
 import copy
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 import timm
@@ -63,7 +64,6 @@ def main():
     parser.add_argument('--begun', nargs=3, action='append', default=[], metavar=('EPOCHS', 'MINUTES', 'DEVICE'),
                         help='what the weights took that the run began with, if they were not published, and on what')
     parser.add_argument('--device-name', required=True, help='hardware, for the card')
-    parser.add_argument('--steps', type=int, nargs='+', default=STEPS, help='step counts to measure')
     parser.add_argument('--start', help='a sentence or two on the student that the run began with, for the card')
     parser.add_argument('--hub', type=Path, default=HUB)
     args = parser.parse_args()
@@ -77,7 +77,7 @@ def main():
     teacher = timm.create_model(f'local-dir:{args.teacher}', pretrained=True).eval() if args.teacher else None
     recipe, steps, trained_at = Recipe.load(run / 'best' / 'recipe.yaml'), None, []
     if find_ode_blocks(model):
-        steps = [k for k in args.steps if k >= len(model.blocks.shared.phases)]
+        steps = [k for k in STEPS if k >= len(model.blocks.shared.phases)]
         trained_at = list(recipe.trained_at(model.blocks.steps))
     data = read_data(args.data, model, DataConfig(batch_size=128), held_out=recipe.batches.held_out)
     half = copy.deepcopy(model).half().float()  # rounded
@@ -85,9 +85,9 @@ def main():
     stored = model if rounded < full - 0.05 else copy.deepcopy(half).half()
     commands, recipes, epochs, spans = before(args.earlier)
     spans += [span for _, span in begun]
-    aside = args.hub / '.release' / args.name  # hub/NAME changes only when all is there
-    try:
-        aside.mkdir(parents=True)
+    args.hub.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.hub) as temp:  # hub/NAME changes only when all is there
+        aside = Path(temp, args.name)
         names = {'label_names': list(data.classes)} if data.classes else {}
         stored.pretrained_cfg = {**stored.pretrained_cfg, **names}
         save_pretrained(stored, aside)
@@ -111,13 +111,8 @@ def main():
         (aside / 'results.json').write_text(json.dumps(record, indent=2) + '\n')
         save_reference(published, aside)
         (aside / 'README.md').write_text(card(aside))
-        if folder.exists():
-            folder.rename(aside.parent / 'old')
+        shutil.rmtree(folder, ignore_errors=True)
         aside.rename(folder)
-    finally:
-        if not folder.exists() and (aside.parent / 'old').exists():
-            (aside.parent / 'old').rename(folder)
-        shutil.rmtree(aside.parent, ignore_errors=True)
     print(f'{folder}: {size / 2 ** 20:.2f} MiB, {trained(rows, model)}')
 
 

@@ -24,7 +24,7 @@ TIMED = {
 
 
 def speed(name):
-    """What `odevit benchmark --json` wrote, without residuals: a row per model, two columns per batch size."""
+    """What `odevit benchmark --json` wrote: a row per model, two columns per batch size."""
     record = json.loads((HUB / 'speed' / f'{name}.json').read_text())
     found = {}
     for r in record['timings']:
@@ -33,8 +33,6 @@ def speed(name):
     lines = []
     for model, timings in found.items():
         base, *state = model.split(', ')
-        if 'rank8' in base or '_r11_' in base:
-            continue
         if not state and timings[0]['evaluations']:
             state = [f"K = {timings[0]['evaluations']:g}"]
         title = ', '.join([TIMED.get(base) or in_words(base, None), *state])
