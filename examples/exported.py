@@ -28,11 +28,11 @@ def load(file, threads=1):
         torch.set_num_threads(threads)
         extra = {'metadata.json': ''}
         model = torch.export.load(file, extra_files=extra).module()
-        about = json.loads(extra['metadata.json'])
+        about, like = json.loads(extra['metadata.json']), next(model.parameters())
 
         def run(images):
             with torch.no_grad():
-                return model(torch.from_numpy(images)).numpy()
+                return model(torch.from_numpy(images).to(like)).float().cpu().numpy()
     return run, {key: json.loads(value) for key, value in about.items() if not key.startswith('onnx.')}
 
 

@@ -638,12 +638,13 @@ def test_some_batches_lose_contrast_get_noise_or_are_blurred():
     assert 20 <= counts['none'] <= 40 and min(counts.values()) >= 4 and sum(counts.values()) == 60 and labels == 'labels'
 
 
-def test_training_batches_are_corrupted_and_others_are_not(vit):
-    images = torch.rand(4, 3, 16, 16)
-    data = read_data((images, torch.arange(4)), vit(), DataConfig(batch_size=4, corrupt=1.), held_out=0.)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_training_batches_are_corrupted_and_others_are_not(vit, dtype):
+    images = torch.rand(4, 3, 16, 16).to(dtype)
+    data = read_data((images, torch.arange(4)), vit().to(dtype), DataConfig(batch_size=4, corrupt=1.), held_out=0.)
     torch.manual_seed(0)
     (found, labels), = data.train
-    assert not torch.equal(found, images[labels]) and torch.equal(next(iter(data.plain()))[0], images)
+    assert found.dtype == dtype and not torch.equal(found, images[labels]) and torch.equal(next(iter(data.plain()))[0], images)
 
 
 def test_a_share_of_the_batches_is_mixed(vit):

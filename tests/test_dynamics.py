@@ -180,12 +180,13 @@ def test_g_1_bounds_the_eigenvalues_of_the_softmax_jacobian(vit, images):
     assert found.shape == (3, 3, 2) and 0 < found.min() and found.max() <= 0.5
 
 
-@pytest.mark.parametrize('options', [{}, {'phases': 2}, {'field': 'lipschitz'}])
+@pytest.mark.parametrize('options', [{}, {'phases': 2}, {'field': 'lipschitz'}, {'blocks': (1, 1)}])
 def test_spectral_norms(vit, options):
     model = vit()
     convert_(model, **options)
     found = spectral_norms(model)
-    parts = [{key: p.detach() for key, p in part.named_parameters()} for part in model.blocks.shared.phases]
+    every = (*model.blocks.before, *model.blocks.shared.phases, *model.blocks.after)
+    parts = [{key: p.detach() for key, p in part.named_parameters()} for part in every]
     for name in ('attn.proj.weight', 'mlp.fc1.weight') if 'field' not in options else ('proj.weight', 'fc1.weight'):
         largest = max(float(torch.linalg.matrix_norm(w, ord=2)) for part in parts for key, w in part.items() if key.endswith(name))
         assert max(value for key, value in found.items() if name in key) == pytest.approx(largest, rel=1e-3)
@@ -302,7 +303,7 @@ def test_spectral_norms_of_layers_that_a_library_wraps(vit):
     (lambda m, x: lyapunov_exponents(timm.create_model('vit_tiny_patch16_224', img_size=16, embed_dim=24, depth=1, class_token=False, global_pool='avg'), x, tokens='class'), 'needs a class token'),
     (lambda m, x: discretisation_errors(ode(m), x, steps=0), 'steps must be a whole number from 1 to 10000'),
     (lambda m, x: discretisation_errors(ode(m), x, methods='eulre'), "Unknown method 'eulre'. Did you mean 'euler'"),
-    (lambda m, x: lipschitz_constants(m, []), 'no images'),
+    (lambda m, x: lipschitz_constants(m, []), 'no images'), (lambda m, x: lipschitz_constants(m), 'no images'),
     (lambda m, x: lipschitz_constants(m, x[0]), r'images \[B, C, H, W\]; got torch.float32 \[3, 16, 16\]'),
     (lambda m, x: lyapunov_exponents(ode(m, method='dopri5'), x), 'no map of the state alone'),
     (lambda m, x: lyapunov_exponents(ode(m, tokens=0.5), x), 'no map of the state alone'),

@@ -121,7 +121,7 @@ def test_bad_input(vit):
     for options, message in [
             (dict(labelled=batches(1, 1)), 'at least 2 classes'), (dict(labelled=batches()), 'the images that are classified'),
             (dict(labelled=[(x, y - 1) for x, y in batches(seed=1)]), 'whole numbers from 0; got torch.int64 from -1'),
-            (dict(class_embeddings=torch.full((3, 32), math.nan)), 'class_embeddings .* of finite numbers')]:
+            (dict(class_embeddings=[[math.nan] * 32] * 3), 'class_embeddings .* of finite numbers')]:
         with pytest.raises(ValueError, match=message):
             evaluate_embeddings(student, batches(), **options)
 

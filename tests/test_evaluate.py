@@ -201,7 +201,8 @@ class Shuffled:
 @pytest.mark.parametrize(('given', 'options', 'message'), [
     (lambda x, y: iter([(x, y)]), dict(steps=(1, 2)), 'gives its batches only once'),
     (lambda x, y: [(x, y.float())], {}, 'whole numbers from 0 to 4, .*; got torch.float32'), (lambda x, y: [(x, y + 3)], {}, 'from 3 to 7'),
-    (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32'), (lambda x, y: [], {}, 'gave no images'), (Shuffled, dict(teacher={}), 'shuffle=False'),
+    (lambda x, y: [x], {}, r'labels \[B\]; got torch.float32'), (lambda x, y: [], {}, 'gave no images'),
+    (lambda x, y: [(x.byte(), y)], {}, 'got torch.uint8'), (Shuffled, dict(teacher={}), 'shuffle=False'),
     (lambda x, y: [(x, y)], dict(teacher=dict(num_classes=7)), 'The teacher has 7 classes, the model 5')])
 def test_what_cannot_be_measured_is_said(vit, given, options, message):
     x, y = torch.randn(8, 3, 16, 16), torch.arange(8) % 5

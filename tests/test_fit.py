@@ -313,6 +313,10 @@ def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):
         fit(build(vit), GOOD, [], epochs=1, progress=False)
     with pytest.raises(ValueError, match='val_loader is a generator, which gives its batches only once'):
         fit(build(vit), GOOD, (batch for batch in GOOD), epochs=1, progress=False)
+    with pytest.raises(ValueError, match='train_loader is a generator'):
+        fit(build(vit), (batch for batch in GOOD), epochs=1, progress=False)
+    with pytest.raises(ValueError, match='No parameter may learn'):
+        fit(build(vit).requires_grad_(False), GOOD, epochs=1, progress=False)
     with pytest.raises(ValueError, match='train_loader gave 2 batches in epoch 1, but its length is 3'):
         fit(build(vit), Short(GOOD), epochs=1, progress=False)
 

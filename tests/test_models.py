@@ -76,6 +76,10 @@ def test_converted_takes_depth_and_preprocessing_from_its_base():
     assert model.pretrained_cfg['input_size'] == (3, 256, 256) and model.pretrained_cfg['mean'] == (0.5, 0.5, 0.5)
     with pytest.raises(ValueError, match="Unknown base 'vit_larg'"):
         meta('odevit_converted', base='vit_larg')
+    @timm.models.register_model
+    def a_vit_of_my_own(pretrained=False, **kwargs):
+        return timm.create_model('vit_tiny_patch16_224', **kwargs)
+    assert meta('odevit_converted', base='a_vit_of_my_own').blocks.config.steps == 12
     with pytest.raises(TypeError, match='Cannot convert ResNet|depth'):
         meta('odevit_converted', base='resnet18')
 

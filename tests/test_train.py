@@ -80,6 +80,10 @@ def test_a_change_that_no_stage_would_use_is_an_error():
         recipe('fit.lr=1e-4', stages=[{'fit': {'epochs': 0}}, {'fit': {'epochs': 1, 'lr': 1.}}, {'fit': {'epochs': 1, 'lr': 2.}}])
     with pytest.raises(ValueError, match='has no effect'):
         Recipe.load('three_blocks', ['stages.1.fit.epochs=0', 'loss.kd_weight=1'])
+    with pytest.raises(ValueError, match="loss is for the task 'trajectory'"):
+        Recipe.load('finetune', ['stages.0.loss.kd_weight=1'])
+    changed = Recipe.load('three_blocks', ['fit.clip_grad=None', 'fit.lr=null'])
+    assert changed.fit['clip_grad'] is None and changed.fit_of(changed.stages[0]).clip_grad is None and 'lr' not in changed.fit
 
 
 @pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])

@@ -242,7 +242,7 @@ def test_the_class_token_is_known_at_any_image_size():
 
 
 def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
-    student, teacher = pair(vit, OdeConfig(phases=3))
+    student, teacher = pair(vit, OdeConfig(phases=3), dynamic_img_size=True)
     task = TrajectoryDistillationTask(student, teacher, patch_drop=0.5, verbose=False).train()
     tokens = []
     student.blocks[0].register_forward_hook(lambda module, args, out: tokens.append(out))
@@ -250,8 +250,9 @@ def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
     assert task(*batch)['loss'].item() < 1e-5  # whatever the patches, it is its teacher
     torch.manual_seed(1)
     task(*batch)
+    task(torch.randn(2, 3, 8, 32), torch.tensor([0, 1]))  # of another size
     task.eval()(*batch)
-    assert [x.shape[1] for x in tokens] == [9, 9, 17] and not torch.allclose(tokens[0], tokens[1])
+    assert [x.shape[1] for x in tokens] == [9, 9, 9, 17] and not torch.allclose(tokens[0], tokens[1])
     assert not student.patch_drop._forward_hooks and not teacher.patch_drop._forward_hooks
 
 

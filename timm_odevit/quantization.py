@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .hooks import evaluating
+from .hooks import check_images, evaluating
 
 BITS = 4  # of what is stored
 GROUP = 32  # consecutive numbers of a tensor
@@ -85,11 +85,11 @@ def _singles(pairs: Tensor) -> Tensor:
 
 
 def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
-    """Round a model's matrices in place, such that its linear layers compute almost the same on some images.
+    """Round the matrices of a model's layers in place, such that these compute almost the same on some images.
 
     Those of a shared block are rounded for its inputs in all steps. `save_pretrained` and `export_model` with bits=4
-    store them as they are; other models they round to nearest, as this does position embeddings, and what is folded
-    (field='lipschitz').
+    store them as they are, and round to nearest what is left: position embeddings, matrices by which no layer
+    multiplies (of field='lipschitz', qkv of BEiT and Swin V2), and all of other models.
 
     Source: GPTQ, arXiv 2210.17323: the columns of a matrix that are left make up for the errors of those rounded.
 
@@ -103,8 +103,9 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
         >>> quantize_(student, images)
         >>> path = save_pretrained(student, 'small', bits=4)
     """
-    if not isinstance(images, Tensor) or images.ndim != 4 or bits not in range(2, 9):
-        raise ValueError(f'Give images [N, C, H, W] and 2 to 8 bits; got {type(images).__name__} and {bits}.')
+    check_images(images)
+    if bits not in range(2, 9):
+        raise ValueError(f'Give 2 to 8 bits; got {bits}.')
     moments: dict[Tensor, Any] = {}  # of the inputs of each matrix
 
     def collect(layer: Any, args: tuple[Tensor, ...]) -> None:
@@ -123,8 +124,7 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
             model(batch)
         if not all(of.isfinite().all() for of in moments.values()):
             raise ValueError('The images give values that are not finite.')
-        found = [(p, _compensated(p, moments[p], bits) if p in moments else in_groups(p, bits).values(p.shape))
-                 for p in model.parameters() if is_rounded(p)]
+        found = [(p, _compensated(p, of, bits)) for p, of in moments.items() if is_rounded(p)]
         for p, values in found:
             p.copy_(values)
 

@@ -96,10 +96,10 @@ def odevit_converted(
         **kwargs: Any,
 ) -> nn.Module:
     """From the timm name of the base; takes the base's keywords and ode_*."""
-    source = None
+    source: Any = None
     with suppress(RuntimeError):  # an unknown tag
-        source = timm.get_pretrained_cfg(base)
-    if source is None or base.startswith('odevit_'):
+        source = timm.is_model(base) and resolve_pretrained_cfg(base)
+    if not source or base.startswith('odevit_'):
         raise ValueError(f'Unknown base {shown(base)}. Give the timm name of the original model.')
     if not kwargs.get('pretrained_cfg'):  # preprocessing is the base's
         keys = ('input_size', 'fixed_input_size', 'mean', 'std', 'interpolation', 'crop_pct', 'crop_mode',

@@ -75,13 +75,10 @@ def agreement(model, loader):
         for nfe in (6, 12, 24, 48, 96):
             if (steps := nfe // METHODS[method].evaluations) >= model.blocks.config.phases:
                 found = answers(steps, method)
-                rows.append({'method': method, 'evaluations': nfe, 'top1': percent(found == labels),
-                             'agreement': percent(found == last)})
+                rows.append({'method': method, 'evaluations': nfe, **{
+                    key: 100 * float((found == of).double().mean())
+                    for key, of in (('top1', labels), ('agreement', last))}})
     return rows
-
-
-def percent(hits):
-    return 100 * float(hits.double().mean())
 
 
 def signals(model, loader, teacher=None):

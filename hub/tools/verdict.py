@@ -54,7 +54,9 @@ if __name__ == '__main__':
     args = parser.parse_args()
     torch.set_num_threads(1)
     found = []
-    for size, group in chosen(args.data.stem, args.plain).items():
+    if not (groups := chosen(args.data.stem, args.plain)):
+        parser.error('There is no published teacher for these images.')
+    for size, group in groups.items():
         data = read_data(args.data, group[0].model, DataConfig(batch_size=1000))
         images, labels = (torch.cat(parts) for parts in zip(*data.test, strict=True))
         held = Held(images, labels, torch.zeros(len(images)), 'accuracy')

@@ -126,7 +126,7 @@ class Site(NamedTuple):
 
     def converted(self, config: OdeConfig) -> dict[int, Any]:
         """By layer."""
-        first, last = config.converted_layers(len(self.blocks))
+        first, last = config.blocks or (0, len(self.blocks) - 1)
         return {i: block for i, block in enumerate(self.blocks) if first <= i <= last}
 
 

@@ -79,7 +79,8 @@ class Conversion(Replacements):
         self.parameters_after = count_parameters(model)
 
     def restore(self) -> None:
-        """Put the original blocks back, bit for bit, on the model's device and in its mode; all else stays as it is.
+        """Put the original blocks back, bit for bit, on the model's device and in its mode; all else stays as it is:
+        after `set_input_size`, call that again.
 
         Raises ValueError if they were not kept, or the model no longer holds this conversion.
         """

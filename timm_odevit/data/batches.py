@@ -100,7 +100,7 @@ def read_batches(source: Any, labels: bool | None, *, size: int = 64, bar: str =
     for batch in tqdm(source, desc=bar, leave=False, disable=not bar):
         images, *rest = parts = batch if isinstance(batch, (tuple, list)) else (batch,)
         bare = labels is False or (labels is None and not rest)
-        if not isinstance(images, Tensor) or images.ndim != 4 or not (bare or (
+        if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not (bare or (
                 len(rest) == 1 and isinstance(rest[0], Tensor) and rest[0].shape == images.shape[:1])):
             raise ValueError(f"Expected batches of images [B, C, H, W]{' and labels [B]' if labels else ''}; got "
                              f"{', '.join(map(described, parts))}.")
@@ -159,7 +159,7 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
 
 def corrupted(images: Tensor, labels: Any, share: float) -> tuple[Tensor, Any]:
     """Up to nine tenths less contrast, noise of up to a standard deviation of the pixels, or blur of up to 2 pixels."""
-    kind, amount = int(3 * torch.rand(()) / share), torch.rand(len(images), 1, 1, 1, device=images.device)
+    kind, amount = int(3 * torch.rand(()) / share), torch.rand(len(images), 1, 1, 1).to(images)
     if kind == 0:
         mean = images.mean((1, 2, 3), keepdim=True)
         images = mean + (1 - 0.9 * amount) * (images - mean)

@@ -155,7 +155,7 @@ def _kind(source: Any) -> str:
         if os.path.isfile(source) and is_img(source):
             raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
         return 'folder' if os.path.isdir(source) else 'npz'
-    if hasattr(source, '__array__') and not isinstance(source, Tensor):
+    if not hasattr(source, '__len__') or (hasattr(source, '__array__') and not isinstance(source, Tensor)):
         raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
                          f'loader with a length; got {type(source).__name__}.')
     return 'images' if isinstance(source, Tensor) else 'pair' if is_pair(source) else 'loader'

@@ -107,6 +107,7 @@ def joined(parts: Sequence[Measured]) -> Measured:
 
 def over_images(measure: Callable[[Flow], Measured], model: Any, images: Images, batch_size: int) -> Measured:
     parts: list[Measured] = []
+    images = [] if images is None else images
     batches = [(None, None)] if isinstance(model, Flow) else read_batches(images, labels=False, size=batch_size)
     for batch, _ in batches:
         # derivatives need inference mode off

@@ -211,7 +211,7 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
         >>> print(norms['attn.proj.weight'])
     """
     odes = find_ode_blocks(model)
-    blocks: list[Any] = [phase for ode in odes for phase in ode.shared.phases] or [
+    blocks: list[Any] = [block for ode in odes for block in (*ode.before, *ode.shared.phases, *ode.after)] or [
         block for site in find_stages(model) for block in site.blocks]
     values: dict[str, float] = {}
     for i, block in enumerate(blocks):

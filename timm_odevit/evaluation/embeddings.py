@@ -70,7 +70,7 @@ def evaluate_embeddings(
         if scored:
             labels = check_labels(labels).masked_fill(~finite, NO_CLASS)
         if class_embeddings is not None:
-            found['zero_shot'] = _zero_shot(ours, labels, class_embeddings)
+            found['zero_shot'] = _zero_shot(ours, labels, torch.as_tensor(class_embeddings))
         if others:
             learned, usable, known = others
             if finite.any() and torch.equal(learned, ours):

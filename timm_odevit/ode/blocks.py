@@ -137,10 +137,6 @@ class OdeBlocks(nn.Module):
         """Steps of each image [B] in this thread's last forward pass, if images could halt in it."""
         return self._counts.steps
 
-    @steps_taken.setter
-    def steps_taken(self, steps: Tensor | None) -> None:
-        self._counts.steps = steps
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """From the state before the first block [B, N, D] to that after the last; blocks take the other arguments."""
         taken = None
@@ -154,7 +150,7 @@ class OdeBlocks(nn.Module):
             for step, context in self._steps(args, kwargs):
                 x = step(x, context)
         if not torch.compiler.is_compiling():
-            self.steps_taken = taken
+            self._counts.steps = taken
         for block in self.after:
             x = block(x, *args, **kwargs)
         return x
@@ -244,8 +240,9 @@ def count_parameters(model: nn.Module) -> int:
 def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     """A view of an ODE-ViT with another number of steps, or one for each stage; the model does not change.
 
-    The view, a shallow copy of the same class, shares all weights and follows every later change of them. Hooks on the
-    model's steps do not fire in it, and a view of a compiled model is not compiled.
+    The view, a shallow copy of the same class, shares all weights and follows every later change of them. `train()`,
+    `eval()` and hooks on either reach the other, too, but for hooks on the model's steps, and a view of a compiled
+    model is not compiled.
 
     Raises TypeError if the model is not an ODE-ViT, ValueError for a number that is not allowed.
 

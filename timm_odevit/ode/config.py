@@ -51,7 +51,7 @@ class OdeConfig(Settings):
         T: End time, in blocks of the base model; None for the number of converted layers.
         phases: Number P of shared blocks, one per span of consecutive layers; K is at least P.
         init: Initial weights: 'mean' of the blocks that a shared block replaces; or 'spectral', random, each matrix
-            with spectral norm 1.
+            with spectral norm 1; what no layer can reset, such as BEiT's LayerScale, stays the first block's.
         blocks: First and last layer to convert, such as (3, 9); None for all.
         rtol: Relative tolerance of an adaptive method, dimensionless.
         atol: Absolute tolerance of an adaptive method, in units of the hidden state.
@@ -100,10 +100,6 @@ class OdeConfig(Settings):
         if not isinstance(self.steps, int) or self.T is None:
             raise ValueError(f'steps and T are needed here; got {self.steps} and {self.T}. Set both.')
         return self.steps, self.T
-
-    def converted_layers(self, depth: int) -> tuple[int, int]:
-        """The first and the last."""
-        return self.blocks or (0, depth - 1)
 
     def resolve(self, depth: int, stage: int = 0) -> 'OdeConfig':
         """The settings of one stage, with steps and T filled in for `depth` converted layers."""

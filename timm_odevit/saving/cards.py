@@ -59,7 +59,7 @@ def model_card(
         classes=[*map(_plain, names)] if isinstance(names := cfg.get('label_names'), (list, tuple)) else [],
         output='logits' if model.num_classes else 'embedding',
         own=own,
-        fewer=min(trained_at) if own and {*trained_at} - {own} else None,  # one K in training leaves no choice
+        fewer=fewest if own and (fewest := min(trained_at, default=own)) < own else None,
         rows=rows,
         dataset=dataset,
         architecture=type(model).__name__,

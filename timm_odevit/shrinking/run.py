@@ -129,7 +129,7 @@ def shrink(
                 f"{left * sum(plan['train']) + plan['measure']:.3g} minutes left")
             trained[name] = _trained(each, material, plan['train'], folder / name, progress)
         rows, notes = measure(candidates(material, trained['student'], trained.get('plain')), material.judging,
-                              material.learned.images[:ENOUGH], folder / 'files', progress=say)
+                              material.data.sample('train', ENOUGH)[0], folder / 'files', progress=say)
         verdict = Verdict(
             rows=tuple(rows), measure=material.judging.measure, keep=keep or 0.95, images=len(material.judging.images),
             about=(str(material), *about, *notes), outlook=_outlook(trained['student'], material, folder / 'student'),

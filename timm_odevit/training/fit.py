@@ -62,10 +62,13 @@ def fit(
     if not isinstance(task, TrainingTask):
         raise TypeError(f'fit trains a task; got a {type(task).__name__}. Give one, such as '
                         'timm.task.ClassificationTask(model, criterion).')
+    if not any(p.requires_grad for p in task.parameters()):
+        raise ValueError('No parameter may learn, as in a copy of a teacher. Call model.requires_grad_(True).')
+    for name, loader in (('train_loader', train_loader), ('val_loader', val_loader)):
+        if isinstance(loader, Iterator):
+            raise ValueError(f'{name} is a {type(loader).__name__}, which gives its batches only once. Give a list of '
+                             'batches, or a DataLoader.')
     updates = count_updates(train_loader, config.accumulate)
-    if isinstance(val_loader, Iterator):
-        raise ValueError(f'val_loader is a {type(val_loader).__name__}, which gives its batches only once. Give a list '
-                         'of batches, or a DataLoader.')
     folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
     history: list[dict[str, float]] = []
     asked = {**asdict(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}

@@ -84,6 +84,10 @@ class Stage(Settings):
     fit: dict[str, Any] | None = setting(None, _section(FIT))
     scale_lr: bool = setting(False, flag)
 
+    def _check(self) -> None:
+        if self.loss and self.task == 'labels':
+            raise ValueError("loss is for the task 'trajectory'. Leave it out.")
+
 
 @dataclass(frozen=True, repr=False)
 class Recipe(Settings):
@@ -226,6 +230,7 @@ class _Loader(yaml.SafeLoader):
 
 _Loader.add_implicit_resolver(
     'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+'), list('-+.0123456789'))
+_Loader.add_implicit_resolver('tag:yaml.org,2002:null', re.compile('None$'), ['N'])
 
 
 def _parse(text: str | bytes, name: str) -> Any:
@@ -238,7 +243,8 @@ def _parse(text: str | bytes, name: str) -> Any:
 
 
 def _change(tree: Any, change: str) -> None:
-    """Make a change such as 'stages.0.fit.lr=1e-3', with a path of keys and indices; null removes an entry."""
+    """Make a change such as 'stages.0.fit.lr=1e-3', with a path of keys and indices; null removes an entry,
+    None does not."""
     at, _, text = change.partition('=')
     value, (*path, last) = _parse(text, change), at.strip().split('.')
     try:
@@ -250,7 +256,7 @@ def _change(tree: Any, change: str) -> None:
             tree = tree[int(key) if isinstance(tree, list) else key]
         if isinstance(tree, list):
             tree[int(last)] = value
-        elif value is not None:
+        elif value is not None or 'None' in text:
             tree[last] = value
         else:
             tree.pop(last, None)

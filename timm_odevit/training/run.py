@@ -123,7 +123,7 @@ def train(
 
 
 def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resume: bool) -> None:
-    if teacher is not None and (recipe.model is not None or (student is None and recipe.ode is None)):
+    if teacher is not None and student is None and (recipe.model is not None or recipe.ode is None):
         raise ValueError('The recipe names a model, or has no ode, so the student would not be made from the teacher. '
                          'Give --student.')
     if recipe.model is None and teacher is None and student is None:

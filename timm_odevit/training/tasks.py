@@ -1,4 +1,5 @@
 """The task in which a student follows the trajectory of its teacher."""
+import math
 import random
 from collections.abc import Iterable
 from contextlib import ExitStack, nullcontext
@@ -103,7 +104,7 @@ class TrajectoryDistillationTask(TrainingTask):
         views = self._views_of_update()
         wanted: Any = None
         seen: Any = [([], [])] * len(self.counts)
-        with self._patches_of_update(views[0]):
+        with self._patches_of_update(views[0], input):
             if self.teacher is not None:
                 with torch.no_grad(), watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
                     wanted = self.teacher(self.for_teacher(input))
@@ -122,11 +123,11 @@ class TrajectoryDistillationTask(TrainingTask):
         # made anew, so that it has the student's present mode, checkpointing and image size
         return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
 
-    def _patches_of_update(self, student: Any) -> Any:
+    def _patches_of_update(self, student: Any, input: Tensor) -> Any:
         """Hooks, by which teacher and student drop the same ones."""
         if not self.training or not self.config.patch_drop:
             return nullcontext()
-        prefix, patches = student.num_prefix_tokens, student.patch_embed.num_patches
+        prefix, patches = student.num_prefix_tokens, math.prod(student.patch_embed.dynamic_feat_size(input.shape[-2:]))
         left = torch.randperm(patches)[:max(1, round((1. - self.config.patch_drop) * patches))].sort().values
         index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
         hooks = ExitStack()
