@@ -8,9 +8,10 @@ from matplotlib.figure import Figure
 
 HUB = Path(__file__).parent.parent
 # trained from scratch at 32 px on CIFAR-100: 10^6 parameters, 10^6 multiply-adds, top-1 %
-# Sources: chenyaofo/pytorch-cifar-models, SHI-Labs/Compact-Transformers
+# Sources: chenyaofo/pytorch-cifar-models, SHI-Labs/Compact-Transformers, sunshangquan/logit-standardization-KD
 SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/3x2': (0.48, 46, 70.5),
-           'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6)}
+           'ResNet-44': (0.67, 97, 71.6), 'ResNet-56': (0.86, 126, 72.6), 'MobileNetV2 x 0.75': (1.48, 59, 73.6),
+           'WRN-16-2, distilled': (0.70, 101, 77.5)}
 STEPS = (3, 6, 12, 24)
 PAPER = (35, 72.1)  # number of steps and top-1 % of CIFAR-100 of the student in arXiv 2511.16501
 BLUE, RED, GREEN, GREY, ORANGE, BROWN = '#2a6fbb', '#c0392b', '#2e8b57', '#777777', '#d9822b', '#7a4b1e'
