@@ -17,7 +17,7 @@ def load(file, threads=1):
     if file.endswith('.onnx'):
         import onnxruntime
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
+        options.intra_op_num_threads, options.log_severity_level = threads, 3  # it warns of the input `steps`
         session = onnxruntime.InferenceSession(file, options, providers=['CPUExecutionProvider'])
         about = session.get_modelmeta().custom_metadata_map
 

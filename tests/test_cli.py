@@ -161,7 +161,7 @@ MISTAKES = [
         ('fit.optt=sgd', "fit has an unknown key 'optt'. Did you mean 'opt'?"),
         ('data.held_out=0', 'held_out must be a number between 0 and 1'))),
     (['evaluate', 'local-dir:teacher', 'images', '--steps', '1,2'], 'is not an ODE-ViT'),
-    (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"),
+    (['evaluate', 'local-dir:student', 'two'], "'two' has 2 classes"), (['convert', 'local-dir:student', 'again'], 'or give the original model'),
     (['evaluate', 'local-dir:student', 'images', '--teacher', 'local-dir:large'], "Input height (16) doesn't match model (32)"),
     (['evaluate', 'local-dir:student', 'images', '--json', 'images'], "'images': it is a folder"),
     (['benchmark', 'local-dir:teacher', '--json', 'nowhere/a.json'], "'nowhere/a.json': it is a folder, or its folder does not exist"),

@@ -153,7 +153,7 @@ def test_what_data_is_labelled_and_why_not(vit, images, arrays):
         assert not data.labelled and why in data.why and data.num_classes == 0 and data.classes is None
     with pytest.raises(ValueError, match='got 20 images and NoneType'):
         read(tensors, model)
-    with pytest.raises(TypeError, match='has no len'):
+    with pytest.raises(ValueError, match='a loader with a length; got generator'):
         read((batch for batch in loader), model)
     assert read(data, model) is data and read(loader, model).labelled and read(loader, model).sample('train', 9)[0].shape[0] == 9
     assert next(iter(read(loader, model, labels=False).train))[1].tolist() == [0] * 4
@@ -205,7 +205,7 @@ def test_order_and_mixing_depend_on_seed_and_epoch_alone(vit, settings):
 def test_settings_of_other_data(vit, images, arrays, setting):
     source = images() if 'padding' in setting or 'flip' in setting else arrays
     for of in (source, (torch.rand(8, 3, 16, 16), torch.arange(8) % 5)):
-        with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to .*Leave it out'):
+        with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to .*Set it to '):
             read_data(of, vit(), DataConfig(**setting))
 
 

@@ -47,10 +47,10 @@ def test_a_size_that_is_just_met_is_met(target):
 def test_a_share_of_a_part_or_of_stages_is_one_of_their_blocks():
     model = timm.create_model('deit_tiny_patch16_224', device='meta')
     part = choose_size(model, 1.0, OdeConfig(blocks=(2, 4)))
-    assert part.phases == 3
+    assert part.phases == part.steps == 3 and [choose_size(model, share).steps for share in ('9%', '25%', '50%')] == [6, 6, 12]
     convert_(model, part).restore()
     sam = timm.create_model('samvit_base_patch16', device='meta')  # 12 blocks, of which four see all tokens
-    assert [choose_size(sam, share).phases for share in ('20%', '50%')] == [1, 3]
+    assert [(c.phases, c.steps) for c in (choose_size(sam, share) for share in ('20%', '50%'))] == [(1, None), (3, None)]
     assert choose_size(model, '50%', OdeConfig(steps=4)).phases == 4  # each needs a step
     swin = timm.create_model('swin_tiny_patch4_window7_224', device='meta')
     assert [choose_size(swin, '100%', OdeConfig(steps=steps)).phases for steps in (None, (2, 2, 6, 2), (2, None, 6, 2), (2, 2, 3, 2))] == [6, 6, 6, 3]

@@ -86,9 +86,9 @@ def _data(args: Any, model: Any, any_classes: bool = False) -> Data:
     data = read_data(args.data, model, config, held_out=None if given else 0., any_classes=any_classes)
     if getattr(args, 'test', None):
         return with_test(data, args.test, model, config)
-    if data.held_out > (known := held_out_of(model) or 0.):
+    if data.held_out > (known := held_out_of(model) or 0.) or (known and data.val is data.test):
         warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
-                      f'{known:g} of its own. Give others.', RuntimeWarning, stacklevel=3)
+                      f'{known:g} of its own. Give others, with --test.', RuntimeWarning, stacklevel=3)
     return data
 
 

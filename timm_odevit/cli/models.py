@@ -42,7 +42,7 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
             hint = f'For a saved model, type local-dir:{name}'
         elif isinstance(e, ImportError):
             hint = f"Type: pip install {'open_clip_torch' if name.startswith('open_clip') else 'transformers'}"
-        elif isinstance(e, OSError) and not checkpoint:
+        elif isinstance(e, OSError) and not checkpoint and 'local-dir:' not in name:
             hint = f"Without a network, give {'--checkpoint FILE or ' * hasattr(args, 'checkpoint')}local-dir:FOLDER."
         elif 'nknown model' in str(e) or 'pretrained tag' in str(e):
             hint = suggest(name, [*timm.list_models(), *timm.list_pretrained()])
@@ -74,7 +74,8 @@ def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
         if 'weights_only' not in str(e):
             raise
         raise ValueError('it holds Python objects, which may run code. If you trust it, save its state_dict alone: '
-                         f"torch.save(torch.load('{checkpoint}', weights_only=False)['state_dict'], 'w.pth')") from e
+                         f"torch.save(torch.load('{checkpoint}', weights_only=False)['state_dict'], 'w.pth'), or "
+                         'its .state_dict()') from e
     for prefix in ('model.', 'net.'):  # of what a LightningModule trains
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         state = clean_state_dict(own) or state
@@ -92,7 +93,7 @@ def load_with_steps(args: Any) -> Any:
 
 def save(model: Any, out: str) -> None:
     save_pretrained(model, out)
-    print(f"saved {out}: timm.create_model('local-dir:{out}', pretrained=True)")
+    print(f"saved {out}: import timm, timm_odevit; timm.create_model('local-dir:{out}', pretrained=True)")
 
 
 def check_file(file: str | None) -> None:

@@ -68,6 +68,8 @@ def finetune(args: Any) -> None:
     if recipe.model not in (None, args.started['model']):
         raise ValueError(f"The first argument is the model, '{args.model}'. Leave out model={recipe.model}.")
     names, number = classes_of(args.data)
+    if number < 2:
+        raise ValueError(f"'{args.data}' has one class. Give images of several.")
     options = {**(recipe.model_args or {}), 'num_classes': number}
     if args.img_size is not None:
         options['img_size'] = args.img_size
@@ -159,7 +161,7 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     if args.rank > 0:
         return
     best = Path(args.out, BEST)
-    print(f"saved {best}: timm.create_model('local-dir:{best}', pretrained=True)")
+    print(f"saved {best}: import timm, timm_odevit; timm.create_model('local-dir:{best}', pretrained=True)")
     if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS)):
         print('It is as it was before training.')
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
@@ -182,7 +184,7 @@ def convert(args: Any) -> None:
     out  folder to save to
     --checkpoint --img-size
     --random  do not load weights
-    --size SIZE  size of the result, such as 3M (parameters), 25% or 10MB; chooses --phases
+    --size SIZE  size of the result, such as 3M (parameters), 25% or 10MB; chooses --phases and, if not given, --steps
     --quiet
     +ode.config.OdeConfig  the ODE
     """

@@ -34,7 +34,7 @@ def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
         raise cannot_convert(model, 'convert it before you wrap it in torch.compile or DistributedDataParallel')
     if converted := find_ode_blocks(model):
         raise ValueError(f'This model is already converted ({converted[0].extra_repr()}). Call restore() on its '
-                         'Conversion first.')
+                         'Conversion first, or give the original model.')
     if getattr(model, 'rope_is_mixed', False):
         raise cannot_convert(model, 'it generates its RoPE tables one block at a time')
     sites = find_stages(model)
@@ -148,12 +148,13 @@ def predict_parameters(model: nn.Module, config: OdeConfig) -> int:
 
 
 def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig = DEFAULT) -> OdeConfig:
-    """Choose the number of shared blocks, `phases`: as many as a size allows.
+    """Choose the number of shared blocks, `phases`, as many as a size allows, and of steps, if config has none.
 
     Args:
         target: Largest size: a share of the blocks to convert, such as 0.25 or '25%'; a number of parameters, such as
             3_000_000 or '3M'; or what the parameters take in the model's dtype, such as '10MB'.
-        config: All settings but phases.
+        config: All settings but phases. Without steps, K is half of the layers, or two for each shared block; all
+            layers for a model with several sequences or kinds of blocks.
 
     Raises TypeError if the model cannot be converted, ValueError if the target is too small or the settings do not fit.
 
@@ -183,7 +184,14 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
         all_of = f'{total} blocks' if isinstance(size, float) else f'{count_parameters(model):,} parameters'
         raise ValueError(f"'{target}' of {all_of} is too little: phases=1 leaves {taken(1):,}. Write a share of the "
                          "blocks as '25%'.")
-    return replace(config, phases=phases)
+    return with_suitable_steps(model, replace(config, phases=phases))
+
+
+def with_suitable_steps(model: nn.Module, config: OdeConfig) -> OdeConfig:
+    first, *others = find_stages(model)
+    if config.steps is not None or others or len(set(kinds(first.blocks))) > 1:
+        return config
+    return replace(config, steps=min(layers := len(first.converted(config)), max(layers // 2, 2 * config.phases)))
 
 
 def parse_size(size: int | float | str, bytes_each: float = 4.) -> int | float:

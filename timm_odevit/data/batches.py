@@ -56,7 +56,7 @@ class DataConfig(Settings):
 
     def _check(self) -> None:
         if self.prob < 1 and not (self.mixup or self.cutmix):
-            raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or omit prob.')
+            raise ValueError('prob is the share of the batches that are mixed. Give mixup or cutmix, or prob=1.')
 
     @property
     def mixes(self) -> bool:

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_stages, kinds
+from ..convert.block_kinds import find_stages
 from ..convert.conversion import Conversion, convert_
-from ..convert.planning import check_convertible, choose_size, predict_parameters
+from ..convert.planning import check_convertible, choose_size, predict_parameters, with_suitable_steps
 from ..data.batches import DataConfig, Mapped, unlabelled
 from ..data.read import Data, held_out_of, read_data, with_test
 from ..evaluation.embeddings import nearest, without_classifiers
@@ -143,21 +143,11 @@ def suitable_settings(material: Material, size: Any, keep: float | None, minutes
     if keep is not None:
         return smallest_size(material, keep, minutes / 4, progress)
     try:
-        config = choose_size(material.model, 0.25 if size is None else size, material.base)
+        return choose_size(material.model, 0.25 if size is None else size, material.base)
     except ValueError:
         if size is not None:
             raise
-        config = material.base  # one block of fewer than four
-    return steps_for(material, config)
-
-
-def steps_for(material: Material, config: OdeConfig) -> OdeConfig:
-    """With K steps: half of the layers, or two for each shared block; all of them if layers are of several kinds."""
-    stages = find_stages(material.model)
-    layers = len(stages[0].blocks)
-    if len(stages) > 1 or len(set(kinds(stages[0].blocks))) > 1:
-        return config
-    return replace(config, steps=min(layers, max(layers // 2, 2 * config.phases)))
+        return with_suitable_steps(material.model, material.base)  # fewer than four blocks
 
 
 def smallest_size(material: Material, keep: float, minutes: float, progress: bool) -> OdeConfig:
@@ -172,7 +162,7 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
     wanted = keep * choosing.value_of(model)
     for _ in range(TRIALS):
         middle = (low + high) // 2
-        config = steps_for(material, choose_size(model, middle, material.base))
+        config = choose_size(model, middle, material.base)
         student = converted(material, config).model
         value = choosing.value_of(student)
         if value < wanted:

@@ -58,6 +58,7 @@ class TrajectoryDistillationTask(TrainingTask):
         check_models(student, teacher)
         check_loss(student, teacher, config)
         config = replace(config, embedding=config.embedding or getattr(student, 'num_classes', None) == 0)
+        getattr(student, 'set_distilled_training', bool)(False)  # which gives two outputs
         odes = find_ode_blocks(student)
         times: list[list[float]] = [[] for _ in odes]
         super().__init__(device=device or next(student.parameters()).device, verbose=verbose)
