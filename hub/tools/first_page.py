@@ -53,9 +53,8 @@ def models():
                  for k in STEPS] if trained else ['', '', f"{found[None]['top1']:.1f}", '']
         row = max((found[k] for k in trained or [None] if k in found), key=lambda r: r['top1'])
         kept = '' if row['kept'] is None else f"{row['kept']:.0f}"
-        words = f"{dataset_of(name)}: {in_words(name, record['trained_at'])}"
-        if trained and not kept:
-            words += ', from scratch'
+        words = (f"{dataset_of(name)}: {in_words(name, record['trained_at'])}"
+                 f"{', from scratch' * bool(trained and not kept)}")
         lines.append([words, f"{row['parameters'] / 1e6:.2f}", *cells, kept, f'[`{name}`]({name}/README.md)'])
     return rows(['model', '10⁶ parameters', *(f'K = {steps}' for steps in STEPS), '% of its teacher', 'name'], lines)
 
@@ -187,11 +186,10 @@ def compare(path):
 
 def place_labels(axes, points, mark='o'):
     """Plot points with 95 % intervals of 10,000 images, and labels as near as they cover no other point or label."""
-    high = 0.75  # of a label, in percent
     taken = [(other, other, y) for _, _, other, y in points]
 
     def free(low, top, y):
-        return not any(first <= top and last >= low and abs(y - at) < high for first, last, at in taken)
+        return not any(first <= top and last >= low and abs(y - at) < 0.75 for first, last, at in taken)
     for name, color, x, y in sorted(points, key=lambda point: -point[3]):
         axes.plot(x, y, mark, color=color, markersize=5)
         axes.errorbar(x, y, 196 * (y / 100 * (1 - y / 100) / 10_000) ** 0.5, color=color, capsize=2, linewidth=1)

@@ -101,23 +101,25 @@ def constants():
     return per_model(heads, cells)
 
 
-DESIGNS = {'plain3': "three of the teacher's blocks, each once", 'three6': 'three blocks', 'three12': 'three blocks',
-           'two11': 'two blocks with residuals of rank 11', 'one12': 'one block', 'tri12': 'three blocks',
-           'stepwise': ', stepwise first', 's1': ', another seed'}
+DESIGNS = {'plain': 'K blocks of the teacher, each once', 'one': 'one block', 'three': 'three blocks',
+           'two': 'two blocks, residuals of rank 11', 'narrow': 'a ViT with 64 channels', 'wrn': 'WRN-16-2 at 32 px',
+           'stepwise': ', stepwise first', 'corrupt': ', corrupted', 's': ', another seed'}
 
 
-def designs():
+def designs(folder):
     found = []
-    for path in (HUB / 'lab' / 'designs').glob('*.json'):
+    for path in (HUB / 'lab' / folder).glob('*.json'):
         name, *more, minutes = path.stem.split('-')
-        own = next(row for row in json.loads(path.read_text()) if name.endswith(str(row['steps'])) or name == 'two11')
-        words = ''.join(DESIGNS[each] for each in (name, *more))
-        found.append([minutes, words, f"{own['steps']}", f"{own['top1']:.1f}"])
+        results = json.loads(path.read_text())
+        own = next((row for row in results if name.endswith(str(row['steps']))), results[0])
+        words = ''.join(DESIGNS[each.rstrip('0123456789')] for each in (name, *more))
+        found.append([minutes, words, f"{own['steps'] or ''}", f"{own['top1']:.1f}"])
     return rows(['minutes', 'student', 'K', 'top-1 %'], sorted(found, key=lambda row: (int(row[0]), -float(row[3]))))
 
 
 TABLES = {
-    'designs': (HUB / 'lab' / 'minutes.md', designs), 'which': (README, which), 'models': (RESULTS, models),
+    **{name: (HUB / 'lab' / 'minutes.md', partial(designs, name)) for name in ('designs', 'thirty')},
+    'which': (README, which), 'models': (RESULTS, models),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
     'robustness': (HUB.parent / 'examples' / 'robustness.md', robustness)}
