@@ -170,7 +170,7 @@ MISTAKES = [
     (['distill', 'autonomous', 'images'], 'Expected RECIPE DATA OUT, or only --resume FOLDER; got autonomous images'),
     (['finetune', 'local-dir:teacher', '--recipe', 'autonomous', 'images', 'out'], 'odevit finetune trains on labels'),
     (['finetune', 'local-dir:teacher', 'images', 'out', '--set', 'model=vit_tiny_patch16_224'], "The first argument is the model, 'local-dir:teacher'. Leave"),
-    (['shrink', 'open_clip:ViT-Tiny/none', 'images', 'out'], "Cannot build 'open_clip:ViT-Tiny"),
+    (['shrink', 'open_clip:ViT-Tiny/none', 'images', 'out'], "Cannot build 'open_clip:ViT-Tiny"), (['finetune', 'local-dir:teacher', 'one', 'out'], 'has one class'),
     (['shrink', 'transformers:nowhere', 'images', 'out'], "Cannot build 'transformers:nowhere'"),
     (['shrink', 'open_clip:ViT-B-16/none', 'images', 'out', '--img-size', '96'], 'Leave out --random, --checkpoint, --img-size'),
     (['distill', 'scratch', 'images', 'new', '--set', 'model_args.num_heads=5'], "Cannot build 'odevit_tiny_patch4_32'"),
@@ -181,10 +181,10 @@ MISTAKES = [
 
 @pytest.mark.parametrize('args, message', MISTAKES, ids=[' '.join(m[0])[:60] for m in MISTAKES])
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, capsys, args, message):
-    for name in ('damaged', 'two/c0', 'two/c1'):
+    for name in ('damaged', 'two/c0', 'two/c1', 'one/c0'):
         (folder / name).mkdir(parents=True)
-    for name in ('c0', 'c1'):
-        shutil.copy('images/c0/0.png', folder / 'two' / name)
+    for name in ('two/c0', 'two/c1', 'one/c0'):
+        shutil.copy('images/c0/0.png', folder / name)
     (folder / 'damaged' / 'config.json').write_text('[1]')
     shutil.copytree('teacher', 'cut')
     (folder / 'cut' / 'model.safetensors').write_bytes((folder / 'teacher' / 'model.safetensors').read_bytes()[:1000])
