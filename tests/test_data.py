@@ -16,7 +16,7 @@ from timm.utils import random_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import Recipe, save_pretrained, train
-from timm_odevit.data.batches import DataConfig, corrupted, set_epoch
+from timm_odevit.data.batches import DataConfig, set_epoch
 from timm_odevit.data.preprocessing import data_config, open_image, read_image, warn_of_other_classes
 from timm_odevit.data.read import classes_of, read_data
 from timm_odevit.data.sources import files_in
@@ -209,7 +209,7 @@ def test_settings_of_other_data(vit, images, arrays, setting):
             read_data(of, vit(), DataConfig(**setting))
 
 
-@pytest.mark.parametrize('setting', [dict(mixup=0.5), dict(smoothing=0.1), dict(corrupt=0.5), dict(reprob=0.25)])
+@pytest.mark.parametrize('setting', [dict(mixup=0.5), dict(smoothing=0.1), dict(reprob=0.25)])
 def test_batches_of_a_loader_are_not_changed(vit, setting):
     loader = [(torch.rand(4, 3, 16, 16), torch.arange(4))]
     with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to this source, a loader'):
@@ -617,34 +617,6 @@ def test_an_image_is_the_same_through_every_door(vit, tmp_path, options):
     level = 1 / 255 / min(data_config(model)['std'])
     for found in (next(iter(array))[0], torch.from_numpy(exported['prepare'](pixels, data_config(model)))):
         assert (found - expected).abs().max() < 2 * level and (model(found) - model(expected)).abs().max() < 0.02  # Pillow rounds twice
-
-
-def test_some_batches_lose_contrast_get_noise_or_are_blurred():
-    images, seen = torch.rand(4, 3, 16, 16), []
-    centred = images - images.mean((1, 2, 3), keepdim=True)
-    torch.manual_seed(0)
-    for _ in range(60):
-        found, labels = corrupted(images, 'labels', share=0.5)
-        left = found - found.mean((1, 2, 3), keepdim=True)
-        factor = (left * centred).sum((1, 2, 3), keepdim=True) / centred.square().sum((1, 2, 3), keepdim=True)
-        if found is images:
-            seen.append('none')
-        elif torch.allclose(left, factor * centred, atol=1e-5) and factor.unique().numel() == 4:  # a little blur is none
-            assert (factor > 0.09).all() and (factor <= 1).all()
-            seen.append('contrast')
-        else:
-            seen.append('noise' if left.std() > centred.std() else 'blur')
-    counts = {kind: seen.count(kind) for kind in ('none', 'contrast', 'noise', 'blur')}
-    assert 20 <= counts['none'] <= 40 and min(counts.values()) >= 4 and sum(counts.values()) == 60 and labels == 'labels'
-
-
-@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
-def test_training_batches_are_corrupted_and_others_are_not(vit, dtype):
-    images = torch.rand(4, 3, 16, 16).to(dtype)
-    data = read_data((images, torch.arange(4)), vit().to(dtype), DataConfig(batch_size=4, corrupt=1.), held_out=0.)
-    torch.manual_seed(0)
-    (found, labels), = data.train
-    assert found.dtype == dtype and not torch.equal(found, images[labels]) and torch.equal(next(iter(data.plain()))[0], images)
 
 
 def test_a_share_of_the_batches_is_mixed(vit):

@@ -256,6 +256,34 @@ def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
     assert not student.patch_drop._forward_hooks and not teacher.patch_drop._forward_hooks
 
 
+def test_some_batches_lose_contrast_get_noise_or_are_blurred():
+    images, seen = torch.rand(4, 3, 16, 16), []
+    centred = images - images.mean((1, 2, 3), keepdim=True)
+    torch.manual_seed(0)
+    for _ in range(60):
+        found = tasks.corrupted(images, share=0.5)
+        left = found - found.mean((1, 2, 3), keepdim=True)
+        factor = (left * centred).sum((1, 2, 3), keepdim=True) / centred.square().sum((1, 2, 3), keepdim=True)
+        scaled = torch.allclose(left, factor * centred, atol=1e-5) and factor.unique().numel() == 4  # a little blur is none
+        seen.append('none' if found is images else 'contrast' if scaled else 'noise' if left.std() > centred.std() else 'blur')
+        assert seen[-1] != 'contrast' or ((factor > 0.09) & (factor <= 1)).all()
+    assert 20 <= seen.count('none') <= 40 and all(seen.count(kind) >= 4 for kind in ('contrast', 'noise', 'blur'))
+
+
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_teacher_and_student_see_the_same_corrupted_images_in_training_alone(vit, batch, dtype):
+    student, teacher = pair(vit, OdeConfig(phases=3))
+    task = TrajectoryDistillationTask(student.to(dtype), teacher.to(dtype), corrupt=1., verbose=False).train()
+    seen, images = [], batch[0].to(dtype)
+    for model in (student, teacher):
+        model.patch_embed.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
+    torch.manual_seed(0)
+    task(images, batch[1])
+    task.eval()(images, batch[1])
+    assert torch.equal(seen[0], seen[1]) and seen[0].dtype == dtype and not torch.equal(seen[0], images)
+    assert torch.equal(seen[2], images) and torch.equal(seen[3], images)
+
+
 def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
     student, teacher = pair(vit)
     assert LossConfig(steps=['50%', '67%', '100%', '133%', '200%', 5]).counts(12) == ((6,), (8,), (12,), (16,), (24,), (5,))

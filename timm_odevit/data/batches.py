@@ -13,7 +13,6 @@ import torch
 from timm.data import Mixup, create_loader, create_transform
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
-from torchvision.transforms.functional import gaussian_blur
 from tqdm import tqdm
 
 from ..distributed import rank_and_world
@@ -40,7 +39,6 @@ class DataConfig(Settings):
         cutmix: alpha of CutMix; 0 for none.
         smoothing: Label smoothing.
         prob: Share of the batches that are mixed.
-        corrupt: Share of the batches that lose contrast, get noise or are blurred, by random amounts.
     """
     batch_size: int = setting(64, integer(1))
     held_out: float = setting(0.1, number(0., 1., open='()'))
@@ -52,7 +50,6 @@ class DataConfig(Settings):
     cutmix: float = setting(0., number(0.))
     smoothing: float = setting(0., number(0., 1.))
     prob: float = setting(1., number(0., 1.))
-    corrupt: float = setting(0., number(0., 1.))
 
     def _check(self) -> None:
         if self.prob < 1 and not (self.mixup or self.cutmix):
@@ -155,19 +152,6 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
     mix = Mixup(mixup_alpha=config.mixup, cutmix_alpha=config.cutmix, label_smoothing=config.smoothing,
                 prob=config.prob if config.mixup or config.cutmix else 0., num_classes=classes)
     return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
-
-
-def corrupted(images: Tensor, labels: Any, share: float) -> tuple[Tensor, Any]:
-    """Up to nine tenths less contrast, noise of up to a standard deviation of the pixels, or blur of up to 2 pixels."""
-    kind, amount = int(3 * torch.rand(()) / share), torch.rand(len(images), 1, 1, 1).to(images)
-    if kind == 0:
-        mean = images.mean((1, 2, 3), keepdim=True)
-        images = mean + (1 - 0.9 * amount) * (images - mean)
-    elif kind == 1:
-        images = images + amount * torch.randn_like(images)
-    elif kind == 2:
-        images = gaussian_blur(images, [9, 9], [0.1 + 1.9 * float(torch.rand(()))])
-    return images, labels
 
 
 class ArrayLoader:

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from ..hooks import check_images
 from ..settings import one_line
-from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, corrupted, is_pair, mixed, training_loader, unlabelled
+from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed, training_loader, unlabelled
 from .preprocessing import class_names, dtype_of, labels_for, preparation, warn_of_other_classes
 from .sources import Part, checked_labels, divided, files_in, folder_parts, is_img, read_folder, read_npz, taken
 
 _APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
-    ('mixup', 'cutmix', 'smoothing', 'corrupt'), 'npz, folder, images, pair')}
+    ('mixup', 'cutmix', 'smoothing'), 'npz, folder, images, pair')}
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +120,6 @@ def read_data(
             parts[part] = taken(of, torch.linspace(0, count - 1, min(limit, count)).round().long().unique())
     number = 0 if not labels else number if any_classes else model.num_classes
     train, loaders = _loaders(parts, kind, model, config, seed)
-    if config.corrupt and train is not None:
-        train = Mapped(train, partial(corrupted, share=config.corrupt))
     if config.mixes and train is not None:
         train = mixed(train, max(1, number), config)
     return Data(train, loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,

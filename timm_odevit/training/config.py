@@ -91,6 +91,8 @@ class LossConfig(Settings):
         consistency_weight: Of the distance of an update's other outputs to its first, which does not learn.
         patch_drop: Share of the patches left out at random in each update, for teacher and student; give 0 in
             the last stage.
+        corrupt: Share of the updates whose images lose contrast, get noise or are blurred, by random amounts, for
+            teacher and student.
         jasmin_weight: Of the JaSMin loss of the shared block's attention, at two of the states.
         kd_weight: Of the KL divergence between the logits or, for embeddings, of one minus their cosine plus their
             relative squared error.
@@ -112,6 +114,7 @@ class LossConfig(Settings):
     steps: tuple[int | str | tuple[int | str, ...], ...] | None = setting(None, _steps)
     consistency_weight: float = setting(0., _weight)
     patch_drop: float = setting(0., number(0., 1., open=')'))
+    corrupt: float = setting(0., number(0., 1.))
     jasmin_weight: float = setting(0., _weight)
     kd_weight: float = setting(0.1, _weight)
     kd_temperature: float = setting(1., number(0., open='('))

@@ -10,6 +10,7 @@ import torch
 from timm.task import TrainingTask
 from timm.utils import unwrap_model
 from torch import Tensor, nn
+from torchvision.transforms.functional import gaussian_blur
 from typing_extensions import Self
 
 from ..convert.block_kinds import find_stages
@@ -105,6 +106,8 @@ class TrajectoryDistillationTask(TrainingTask):
         views = self._views_of_update()
         wanted: Any = None
         seen: Any = [([], [])] * len(self.counts)
+        if self.training and self.config.corrupt:
+            input = corrupted(input, self.config.corrupt)
         with self._patches_of_update(views[0], input):
             if self.teacher is not None:
                 with torch.no_grad(), watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
@@ -135,3 +138,15 @@ class TrajectoryDistillationTask(TrainingTask):
         for model in (self.teacher, student):
             hooks.enter_context(model.patch_drop.register_forward_hook(lambda module, args, x: x[:, index]))
         return hooks
+
+
+def corrupted(images: Tensor, share: float) -> Tensor:
+    """Of a share of the batches: a tenth to all of the contrast, noise of up to the deviation of all pixels, or blur of
+    up to 2 pixels."""
+    kind, amount = int(3 * torch.rand(()) / share), torch.rand(len(images), 1, 1, 1).to(images)
+    if kind == 0:
+        mean = images.mean((1, 2, 3), keepdim=True)
+        return mean + (1 - 0.9 * amount) * (images - mean)
+    if kind == 1:
+        return images + amount * torch.randn_like(images)
+    return gaussian_blur(images, [9, 9], [0.1 + 1.9 * float(torch.rand(()))]) if kind == 2 else images
