@@ -12,8 +12,7 @@ from torch import nn
 
 from timm_odevit import OdeConfig, convert_, with_steps
 from timm_odevit.benchmark import peak_of
-from timm_odevit.ode.config import FIELDS
-from timm_odevit.ode.fields import Field
+from timm_odevit.ode.fields import FIELDS, Field
 from timm_odevit.ode.methods import METHODS
 
 KINDS = [

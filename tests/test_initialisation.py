@@ -3,7 +3,7 @@ import torch
 
 from timm_odevit import OdeConfig, convert_
 from timm_odevit.convert.initialisation import build_field, spectral_
-from timm_odevit.ode.config import FIELDS
+from timm_odevit.ode.fields import FIELDS
 
 
 def norm(weight):

@@ -8,8 +8,7 @@ from conftest import converted
 from torch.distributed.fsdp import fully_shard
 
 from timm_odevit import OdeConfig, convert_
-from timm_odevit.ode.config import FIELDS
-from timm_odevit.ode.fields import PiecewiseField
+from timm_odevit.ode.fields import FIELDS, PiecewiseField
 from timm_odevit.ode.methods import METHODS
 from timm_odevit.ode.solver import Solver
 

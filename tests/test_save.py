@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from timm.models.vision_transformer import VisionTransformer
 
 from timm_odevit import OdeConfig, convert_, files, save_pretrained
-from timm_odevit.ode.config import FIELDS
+from timm_odevit.ode.fields import FIELDS
 from timm_odevit.saving import save
 from timm_odevit.saving.save import describe
 

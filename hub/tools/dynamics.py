@@ -26,7 +26,7 @@ from timm_odevit.files import to_json, write_text
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.ode.methods import METHODS
 
-FEW = 16  # images for the errors of the discretisation, which take seconds each
+FEW, MANY = 16, 1000  # images for the errors of the discretisation, which take seconds each; for the agreement
 BATCH = 4  # images of which the slowest decides how long the iteration of the exponents goes on
 
 
@@ -121,7 +121,7 @@ def relations(numbers, correct, comparisons, resamples=10_000, seed=0):
     return rows
 
 
-def measure(model, teacher, loader, path, images, models):
+def measure(model, teacher, loader, many, path, images, models):
     """Each measure of one model: a file of its own, or that of an earlier run."""
     def relate():
         numbers, correct = signals(model, loader, None if model is teacher else teacher)
@@ -133,10 +133,10 @@ def measure(model, teacher, loader, path, images, models):
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
         'relations': relate, 'lipschitz': lambda: lipschitz(model, images),
-        'discretisation': lambda: discretisation(model, images[:FEW]), 'agreement': lambda: agreement(model, loader)}
+        'discretisation': lambda: discretisation(model, images[:FEW]), 'agreement': lambda: agreement(model, many)}
     for name, run in chosen.items():
         file = path / f'{name}.json'
-        count = min(FEW, len(images)) if name == 'discretisation' else len(images)
+        count = {'discretisation': min(FEW, len(images)), 'agreement': MANY}.get(name, len(images))
         before = json.loads(file.read_text()) if file.exists() else {}
         same = before.get('images') == count and (name != 'relations' or before.get('models') == models)
         if same or (name in ('discretisation', 'agreement') and not find_ode_blocks(model)):
@@ -155,16 +155,16 @@ def main():
     parser.add_argument('out', type=Path)
     parser.add_argument('--teacher', required=True, help='name of the teacher')
     parser.add_argument('--students', nargs='+', default=[], help='names of its students')
-    parser.add_argument('--images', type=int, default=1000, help='number of test images')
+    parser.add_argument('--images', type=int, default=MANY, help=f'number of test images, at most {MANY}')
     args = parser.parse_args()
     torch.set_num_threads(1)
     teacher = timm.create_model(args.teacher, pretrained=True).eval()
     for name in (args.teacher, *args.students):
         model = teacher if name == args.teacher else timm.create_model(name, pretrained=True).eval()
-        batches = islice(read_data(args.data, model, DataConfig(batch_size=50)).test, -(-args.images // 50))
-        images, labels = (torch.cat(parts)[:args.images] for parts in zip(*batches, strict=True))
+        many = list(islice(read_data(args.data, model, DataConfig(batch_size=50)).test, MANY // 50))
+        images, labels = (torch.cat(parts)[:args.images] for parts in zip(*many, strict=True))
         loader = list(zip(images.split(50), labels.split(50), strict=True))
-        measure(model, teacher, loader, args.out / name, images, 1 + len(args.students))
+        measure(model, teacher, loader, many, args.out / name, images, 1 + len(args.students))
 
 
 if __name__ == '__main__':

@@ -204,7 +204,7 @@ def export(args: Any) -> None:
     --bits N  4 stores matrices in 4 bits (only .onnx)
     --images DATA  a folder or .npz of images, without labels, on which 4 bits are to change little
     --any-steps  make the number of steps an input, 'steps' (only .onnx)
-    --steps --img-size
+    --steps --checkpoint --img-size
     --overwrite  replace an existing file
     """
     model = load_with_steps(args)

@@ -8,7 +8,8 @@ from timm.models import group_parameters
 from torch import Tensor, nn
 
 from ..ode.blocks import OdeBlocks, count_parameters
-from ..ode.config import FIELDS, OdeConfig
+from ..ode.config import OdeConfig
+from ..ode.fields import FIELDS
 from .block_kinds import Site, class_token_comes_later, prefix_tokens
 from .initialisation import build_field
 from .planning import check_all, count_in_words

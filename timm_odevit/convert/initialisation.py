@@ -7,8 +7,8 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from ..hooks import random_states_kept
-from ..ode.config import FIELDS, OdeConfig
-from ..ode.fields import Field, NativeField, PiecewiseField
+from ..ode.config import OdeConfig
+from ..ode.fields import FIELDS, Field, NativeField, PiecewiseField
 from .block_kinds import PER_LAYER, field_class, kinds
 
 Blocks = dict[int, Any]  # by layer

@@ -12,7 +12,8 @@ from torch import nn
 
 from ..hooks import on_meta
 from ..ode.blocks import count_parameters, find_ode_blocks
-from ..ode.config import DEFAULT, FIELDS, OdeConfig
+from ..ode.config import DEFAULT, OdeConfig
+from ..ode.fields import FIELDS
 from ..ode.methods import METHODS
 from ..ode.solver import layout
 from .block_kinds import FIELD_OF, Site, WholeField, cannot_convert, field_class, find_stages, kinds, takes_one_state
@@ -120,7 +121,7 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
 
 def convertibility(model: nn.Module) -> tuple[bool, str]:
     """Whether it is possible; with which field and methods, or why not."""
-    configs = {field: OdeConfig(field=field, method='euler', init='spectral') for field in reversed(FIELDS)}
+    configs = {field: OdeConfig(field=field, method='euler', init='spectral') for field in FIELDS}
     refusals = {}
     for name, config in {'split': DEFAULT, **configs}.items():
         try:

@@ -3,10 +3,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..settings import Settings, integer, many, number, one_of, refuse_unknown, setting
-from .fields import Field, LipschitzField, NativeField
+from .fields import FIELDS
 from .methods import METHODS
 
-FIELDS: dict[str, type[Field]] = {'lipschitz': LipschitzField, 'native': NativeField}
 PREFIX = 'ode_'
 LARGEST_STEPS = 10_000  # each is a module
 

@@ -274,3 +274,6 @@ def copy_module(module: Module) -> Module:
         id(value): OrderedDict() for inner in module.modules() for name, value in vars(inner).items()
         if '_hooks' in name and isinstance(value, dict)}
     return copy.deepcopy(module, memo)
+
+
+FIELDS: dict[str, type[Field]] = {'native': NativeField, 'lipschitz': LipschitzField}
