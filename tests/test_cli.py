@@ -53,7 +53,7 @@ def test_convert_distill_evaluate(folder, capsys):
                '--set', 'data.batch_size=8', '--set', 'loss={checkpoints: distance, jasmin_weight: 0.1}', '--set', 'fit.ema_decay=0.9',
                '--set', 'stages.0.fit.epochs=1']
     assert run(*distill, '--set', 'stages.1.fit.epochs=2') == 0
-    assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--set', 'fit.opt=adamw', '--resume') == 2
+    assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--set', 'fit.opt=adamw', '--set', 'data.workers=0', '--resume') == 2
     assert "'run/recipe.yaml' is a different recipe: fit.opt was muon and is adamw. Resume with that" in capsys.readouterr().err
     assert run('distill', '--resume', 'run', '--set', 'stages.1.fit.epochs=3') == 0
     assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 4

@@ -82,6 +82,7 @@ def test_a_change_that_no_stage_would_use_is_an_error():
         Recipe.load('three_blocks', ['stages.1.fit.epochs=0', 'loss.kd_weight=1'])
     with pytest.raises(ValueError, match="loss is for the task 'trajectory'"):
         Recipe.load('finetune', ['stages.0.loss.kd_weight=1'])
+    assert not recipe(loss={'embedding': True}, stages=stages[1:]).embeds  # a stage needs the labels
     changed = Recipe.load('three_blocks', ['fit.clip_grad=None', 'fit.lr=null'])
     assert changed.fit['clip_grad'] is None and changed.fit_of(changed.stages[0]).clip_grad is None and 'lr' not in changed.fit
 
@@ -151,6 +152,7 @@ def test_changes_of_what_is_not_there_and_files_that_are_no_text(tmp_path):
     for change in ('stages.1.fit.lr=1', 'stages.a=1', 'fit.lr.a=1', 'fit'):
         with pytest.raises(ValueError, match='Expected a change to a recipe, such as fit.lr=1e-3; got'):
             recipe(change)
+    assert recipe('model=1e5foo').model == '1e5foo'
     (tmp_path / 'a.yaml').write_bytes(b'a: \xff')
     with pytest.raises(ValueError, match="a.yaml' is not valid YAML: .*invalid start byte"):
         Recipe.load(tmp_path / 'a.yaml')
@@ -192,7 +194,7 @@ def test_stages_train_the_parts_that_they_name(vit, data, tmp_path):
 
 
 def test_a_stage_is_validated_and_saved_with_steps_it_was_trained_with(vit, data, tmp_path):
-    made = recipe(ode={'steps': 4}, stages=[{'loss': {'steps': [2, '500%']}}, {'loss': {'steps': [['50%', '100%']]}}, {'task': 'labels'}])
+    made = recipe(ode={'steps': 4}, loss={'steps': [['50%', '100%']]}, stages=[{'loss': {'steps': [2, '500%']}}, {}, {'task': 'labels'}])
     run(made, data, tmp_path / 'run', vit())
     config = [json.loads((tmp_path / 'run' / f'stage{i}' / 'best' / 'config.json').read_text()) for i in range(3)]
     assert [c['model_args']['ode_steps'] for c in config] == [2, 4, 4]

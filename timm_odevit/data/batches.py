@@ -117,11 +117,11 @@ class Mapped:
     """Batches (images [B, C, H, W], labels [B]) of any loader with a length, changed by a function of both."""
 
     def __init__(self, loader: Any, change: Callable[..., Any] = lambda *batch: batch) -> None:
-        self.loader, self.change, self.batches = loader, change, len(loader)
+        self.loader, self.change = loader, change
         self.batch_size = getattr(loader, 'batch_size', None)
 
     def __len__(self) -> int:
-        return self.batches
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Any]]:
         for batch in self.loader:
@@ -142,7 +142,7 @@ class Mapped:
         return images, labels
 
     def sha256(self) -> str:
-        return f'{self.batches} batches'
+        return f'{len(self.loader)} batches'
 
 
 def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:

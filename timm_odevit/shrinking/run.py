@@ -29,7 +29,7 @@ from ..training.fit import check_same, check_unused
 from ..training.loop import score_of
 from ..training.recipe import Recipe
 from ..training.run import train
-from ..training.stages import read_run
+from ..training.stages import adapted, read_run
 from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
@@ -106,8 +106,8 @@ def shrink(
         plain = plain_student(material.model, material.built, count_parameters(student), material.base)
         plan = plan or {
             **asked, 'ode': config.to_args(), 'command': command, **_minutes(material, folder, minutes, began)}
-        each = min(SHARE * (minutes - plan['prepare']), (minutes - plan['prepare'] - plan['measure']) / 2)
-        more = max(1e-6, each - sum(plan['train']))  # minutes to train each student
+        longest = min(SHARE * (minutes - plan['prepare']), (minutes - plan['prepare'] - plan['measure']) / 2)
+        more = max(1e-6, longest - sum(plan['train']))  # minutes to train each student
         if minutes < (before := plan.get('minutes', 0.)):
             raise ValueError(f"'{folder}' was given {before:g} minutes before; got {minutes:g}. Give more.")
         if minutes != before:
@@ -171,6 +171,7 @@ def _trained(
     chosen = Mapped(list(zip(images.split(BATCH), labels.split(BATCH), strict=True)))
     data = replace(material.data, val=chosen, labelled=kind != 'cosine')
     recipe = Recipe.load('shrink', ['loss.embedding=true'] if kind == 'cosine' else [])
+    recipe = adapted(recipe, student, material.model)
     for i, of in enumerate(minutes, 1):
         if progress:
             done = (folder / str(i) / BEST / RECIPE).exists()
@@ -188,11 +189,9 @@ def _trained(
 def _save_best(folder: Path) -> None:
     """Save the best state so far of all trainings in a folder, if there is one."""
     states = [(score_of(read_run(run).get('plan', {}).get('start')), run / START) for run in folder.glob('[0-9]*')]
-    for file in folder.glob(f'*/stage*/{HISTORY}'):
+    for file in sorted(folder.glob(f'*/stage*/{HISTORY}')):
         states.append((max(map(score_of, json.loads(file.read_text()))), file.parent / BEST))
-    best = max(states, default=(0., folder / START))[1]
-    if best.is_dir():
-        copy_model(best, folder / BEST)
+    copy_model(max(reversed(states), key=lambda state: state[0])[1], folder / BEST)  # the last of equal ones
 
 
 def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str, ...]:

@@ -178,7 +178,7 @@ def count_updates(train_loader: Any, accumulate: int) -> int:
     updates = len(train_loader) // accumulate
     if updates < 1:
         few = f'has fewer than {accumulate} batches' if accumulate > 1 else 'is empty'
-        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch_size.')
+        raise ValueError(f'train_loader {few}. Give more images, or a smaller batch_size or accumulate.')
     return updates
 
 

@@ -125,16 +125,15 @@ def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[f
 @torch.no_grad()
 def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> list[float]:
     """The `softmax_times`, by batches of images [B, C, H, W] on the teacher's device."""
-    moved, images = [], 0
+    moved = []
     for batch in batches:
         with evaluating(teacher), watch_blocks([find_stages(teacher)[0].blocks]) as seen:
             teacher(batch)
         path = [state.flatten(1) for state in seen[0][0]]
         moved.append(torch.stack([(b - a).float().norm(dim=1).cpu().double().sum() for a, b in pairwise(path)]))
-        images += len(batch)
     if not moved:
         raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
-    return softmax_times((sum(moved[1:], moved[0]) / images).tolist(), temperature)
+    return softmax_times(sum(moved[1:], moved[0]).tolist(), temperature)
 
 
 def match(times: Sequence[float], ends: Sequence[float]) -> list[int]:

@@ -101,7 +101,6 @@ class Recipe(Settings):
         loss: Settings of LossConfig for all stages.
         fit: Settings of FitConfig for all stages.
         stages: The stages, in order, each with epochs or minutes; one with 0 epochs is left out.
-        adapt: Leave out patch_drop where the models cannot do without patches.
         grad_checkpointing: Recompute activations in the backward pass, step by step.
         seed: Seed of the run.
 
@@ -118,7 +117,6 @@ class Recipe(Settings):
     loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
     fit: dict[str, Any] | None = setting(None, _section(FIT))
     stages: tuple[Stage, ...] = setting((), _stages)
-    adapt: bool = setting(False, flag)
     grad_checkpointing: bool = setting(False, flag)
     seed: int = setting(0, integer(0))
 
@@ -146,8 +144,8 @@ class Recipe(Settings):
 
     @property
     def embeds(self) -> bool:
-        """Whether the outputs are embeddings, to which labels mean nothing."""
-        return any(self.loss_of(stage).embedding for stage in self.stages)
+        """Whether the outputs are embeddings in all stages, so that labels mean nothing."""
+        return all(stage.task == 'trajectory' and self.loss_of(stage).embedding for stage in self.stages)
 
     def trained_at(self, own: int) -> tuple[int, ...]:
         """The numbers of steps that the last stage trains, for a student that had `own` steps before training."""
@@ -159,7 +157,7 @@ class Recipe(Settings):
         """With numbers of steps in place of shares; see `trained_at`."""
         stages = []
         for stage in self.stages:
-            if counts := self.loss_of(stage).counts(own):
+            if stage.task == 'trajectory' and (counts := self.loss_of(stage).counts(own)):
                 steps = [list(of) if len(of) > 1 else of[0] for of in counts]
                 stage = replace(stage, loss={**(stage.loss or {}), 'steps': steps})
             stages.append(stage)
@@ -229,7 +227,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+'), list('-+.0123456789'))
+    'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$'), list('-+.0123456789'))
 _Loader.add_implicit_resolver('tag:yaml.org,2002:null', re.compile('None$'), ['N'])
 
 

@@ -131,9 +131,10 @@ def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resu
     check_unused(folder, resume, folder / RECIPE)
     then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))} for of in (
         Recipe.load(folder / RECIPE) if (folder / RECIPE).exists() else recipe, recipe))
-    may_grow = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '')
+    may_change = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '',
+                  'fit.compile', 'data.workers')
     other = [f'{key} was {then.get(key, "unset")} and is {now.get(key, "unset")}'
-             for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_grow]
+             for key in dict.fromkeys((*then, *now)) if then.get(key) != now.get(key) and key not in may_change]
     if other:
         raise ValueError(f"'{folder / RECIPE}' is a different recipe: {'; '.join(other)}. Resume with that, or give "
                          'another folder.')

@@ -56,12 +56,11 @@ class Run:
 
     def __init__(self, recipe: Recipe, student: nn.Module, teacher: Any, data: Data,
                  folder: Path | None = None, about: dict[str, Any] | None = None) -> None:
-        self.student, self.data, self.folder, self.about = student, data, folder, about or {}
+        self.recipe, self.student, self.data, self.folder, self.about = recipe, student, data, folder, about or {}
         self.began, self.odes = time.perf_counter(), find_ode_blocks(student)
         self.own = [ode.steps for ode in self.odes]
-        self.recipe = adapted(recipe, student, teacher) if recipe.adapt else recipe
         self.stages: list[PreparedStage] = []
-        for i, stage in enumerate(self.recipe.stages):
+        for i, stage in enumerate(recipe.stages):
             with prefixed(f'stages.{i}: '):
                 self.stages.append(self._prepared(i, stage, teacher))
         if data.val is not None:  # what does not fit is refused before anything is written
@@ -162,7 +161,7 @@ class Run:
                 for images, labels in islice(self.data.train, SCALING):
                     with autocast(device, AMP_DTYPES.get(stage.config.amp)):
                         losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
-            self.plan['lr_scale'] = min(1., 3. * torch.stack(losses).mean().item())
+            self.plan['lr_scale'] = min(1., 3. * torch.stack(losses).mean().abs().item())  # JaSMin is below 0
         return self.plan.get('lr_scale', 1.)
 
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
@@ -212,7 +211,7 @@ def read_run(folder: Path) -> Any:
 
 
 def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:
-    """A recipe without patch_drop where the models cannot do without patches; see Recipe.adapt."""
+    """A recipe without patch_drop where the models cannot do without patches."""
     stages = []
     for stage in recipe.stages:
         if stage.task == 'trajectory' and recipe.loss_of(stage).patch_drop:
@@ -221,4 +220,4 @@ def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Re
             except ValueError:  # RoPE, say
                 stage = replace(stage, loss={**(stage.loss or {}), 'patch_drop': 0.})
         stages.append(stage)
-    return replace(recipe, stages=tuple(stages), adapt=False)
+    return replace(recipe, stages=tuple(stages))
