@@ -103,7 +103,7 @@ def constants():
 
 DESIGNS = {'plain': 'K blocks of the teacher, each once', 'one': 'one block', 'three': 'three blocks',
            'two': 'two blocks, residuals of rank 11', 'narrow': 'a ViT with 64 channels', 'wrn': 'WRN-16-2 at 32 px',
-           'stepwise': ', stepwise first', 'corrupt': ', corrupted', 's': ', another seed'}
+           'stepwise': ', stepwise first', 'corrupt': ', corrupted', 'late': ', corrupted late', 's': ', another seed'}
 
 
 def designs(folder):
