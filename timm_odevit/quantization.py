@@ -56,7 +56,7 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
                     _pairs(F.pad(zero[:, 0], (0, len(zero) % 2)))), strict=True):
                 small[f'{name}.{part}'] = value.contiguous()
         else:
-            small[name] = (tensor.half() if tensor.is_floating_point() else tensor).contiguous()
+            small[name] = (tensor.clamp(-65504, 65504).half() if tensor.is_floating_point() else tensor).contiguous()
     return small
 
 
@@ -133,9 +133,9 @@ def _compensated(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
     nearest = in_groups(weight, bits).values(weight.shape)
     if len(moments) % GROUP:
         return nearest
-    left, eye = weight.flatten(1).float().clone(), torch.eye(len(moments)).to(moments)
+    left = weight.flatten(1).float().clone()
     step = (nearest.flatten(1).abs().amax(1) / 64).clamp_min(1e-12)  # of int8, in which a file may compute
-    damped = moments + eye * (0.01 * moments.diag().mean() + 1e-8)
+    damped = moments + (0.01 * moments.diag().mean() + 1e-8).expand(len(moments)).diag()
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True)
     for start in range(0, len(moments), GROUP):
         part, rows = left[:, start:start + GROUP], inverse[start:start + GROUP]

@@ -90,7 +90,7 @@ class Conversion(Replacements):
         super().restore()
 
     def __repr__(self) -> str:
-        config, first = self.config, int(self.blocks[0].t)
+        config, first = self.blocks[0].config, int(self.blocks[0].t)
         where = f'blocks {first}-{first + self.layers - 1}' if len(self.blocks) == 1 else (
             f'{self.layers} blocks in {len(self.blocks)} stages')
         shared = count_in_words(sum(len(ode.shared.phases) for ode in self.blocks))

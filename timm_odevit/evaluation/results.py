@@ -73,7 +73,7 @@ def _run(
             if normalisation is not None:
                 images = normalisation(images)
             for ode in stages:
-                ode._counts.steps = None  # and so it stays if the host runs the steps one by one
+                ode._counts.__dict__.clear()  # and so they stay if the host runs the steps one by one
             outputs = model(images)
             evaluations += len(images) * sum(ode.evaluations for ode in stages)
             rows.append((marks, *each(outputs.float(), None if truth is None else truth.to(device))))

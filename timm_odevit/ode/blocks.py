@@ -134,7 +134,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def steps_taken(self) -> Tensor | None:
-        """Steps of each image [B] in this thread's last forward pass, if images could halt in it."""
+        """Steps of each image [B] in this thread's last eager pass, if images could halt in it."""
         return self._counts.steps
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -175,12 +175,13 @@ class OdeBlocks(nn.Module):
 
     def _solve(self, x: Tensor, times: list[float], args: Any, kwargs: Any) -> Tensor:
         context = self.shared.context(args, kwargs)
-        states, self._counts.evaluations = solve_adaptive(self.shared, x, times, self.config, context)
+        with torch.autocast(x.device.type, enabled=False):  # whose rounding the solver would take for its error
+            states, self._counts.evaluations = solve_adaptive(self.shared, x, times, self.config, context)
         return states
 
     def _halts(self, x: Any) -> bool:
         # a graph has no values, and a hook on a step sees all images
-        return (self.config.halting is not None and not self.training and not isinstance(x, torch.fx.Proxy)
+        return (self.config.halting is not None and not self.shared.training and not isinstance(x, torch.fx.Proxy)
                 and not x.is_meta and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
 
     def twin(self) -> 'OdeBlocks':
@@ -241,8 +242,8 @@ def with_steps(model: nn.Module, steps: int | Sequence[int]) -> Any:
     """A view of an ODE-ViT with another number of steps, or one for each stage; the model does not change.
 
     The view, a shallow copy of the same class, shares all weights and follows every later change of them. `train()`,
-    `eval()` and hooks on either reach the other, too, but for hooks on the model's steps, and a view of a compiled
-    model is not compiled.
+    `eval()` and hooks on either reach the other's layers, too, but for hooks on the model's steps, and a view of a
+    compiled model is not compiled.
 
     Raises TypeError if the model is not an ODE-ViT, ValueError for a number that is not allowed.
 

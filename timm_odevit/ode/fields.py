@@ -127,10 +127,6 @@ class CenterNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim, **dd))
         self.bias = nn.Parameter(torch.zeros(dim, **dd))
 
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (self.scale * (x - x.mean(dim=-1, keepdim=True))) + self.bias
 
@@ -259,8 +255,7 @@ class PiecewiseField(Field):
 
 def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:
     """Queries, keys and values [B, heads, N, head_dim]."""
-    B, N, _ = qkv.shape
-    return qkv.reshape(B, N, 3, heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+    return qkv.unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
 
 
 def _probabilities(q: Tensor, k: Tensor, scale: float) -> Tensor:
