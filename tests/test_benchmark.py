@@ -78,7 +78,7 @@ def test_turns_end_once_the_ratios_are_known():
 
 def test_the_interval_is_that_of_the_ratio_to_the_first():
     assert half_intervals(np.array([[1., 3., 5.], [2., 6., 10.]])).tolist() == [0., 0.]  # a busy machine slows both
-    assert half_intervals(np.array([[1., 1.], [2., 2. * math.exp(0.2)]]))[1] == pytest.approx(1.96 * 0.1)
+    assert half_intervals(np.array([[1., 1.], [2., 2. * math.exp(0.2)]]))[1] == pytest.approx(4.96 * 0.1)
 
 
 def test_peak_of_a_call():

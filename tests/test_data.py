@@ -205,7 +205,7 @@ def test_order_and_mixing_depend_on_seed_and_epoch_alone(vit, settings):
 def test_settings_of_other_data(vit, images, arrays, setting):
     source = images() if 'padding' in setting or 'flip' in setting else arrays
     for of in (source, (torch.rand(8, 3, 16, 16), torch.arange(8) % 5)):
-        with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to .*Set it to '):
+        with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to .*Leave it out'):
             read_data(of, vit(), DataConfig(**setting))
 
 

@@ -31,14 +31,14 @@ BATCH = 4  # images of which the slowest decides how long the iteration of the e
 
 
 def spread(values):
-    values = values.double()
+    values = values[~values.isnan()].double()
     return {'mean': float(values.mean()), 'sd': float(values.std()) if len(values) > 1 else math.nan}
 
 
 def exponents(model, images, tokens='all'):
     found = odevit.lyapunov_exponents(model, images, tokens=tokens, batch_size=BATCH)
-    return {**spread(found.values[:, 0]), 'drift': float(found.drift.mean()),
-            'residual': float(found.residual.max()), 'running': found.running[..., 0].mean(0).tolist(),
+    return {**spread(found.values[:, 0]), 'drift': float(found.drift.nanmean()),
+            'residual': float(found.residual.max()), 'running': found.running[..., 0].nanmean(0).tolist(),
             'without': sum(reason is not None for reason in found.reasons),
             'values': [round(value, 5) for value in found.values[:, 0].tolist()]}
 
@@ -71,7 +71,7 @@ def agreement(model, loader):
             return torch.cat([view(images).argmax(1) for images, _ in loader])
     labels, own = torch.cat([each for _, each in loader]), model.blocks.method
     rows, last = [], answers(100, own)
-    for method in ('euler', own, 'strang', 'rk4'):
+    for method in dict.fromkeys(('euler', own, 'strang', 'rk4')):
         for nfe in (6, 12, 24, 48, 96):
             if (steps := nfe // METHODS[method].evaluations) >= model.blocks.config.phases:
                 found = answers(steps, method)

@@ -119,8 +119,8 @@ def idea(path):
     right.annotate(f"DeiT-tiny, 12 blocks: {teacher['top1']:.1f} %", (110, teacher['top1']), (0, 3), fontsize=8,
                    textcoords='offset points', color=GREY, ha='right')
     right.plot(*PAPER, 'o', color=RED, markersize=4)
-    right.annotate(f'the paper, 7 million parameters: {PAPER[1]} %', (110, PAPER[1]), (0, -46), textcoords='offset points',
-                   fontsize=8, color=RED, ha='right')
+    right.annotate(f'the paper, 7 million parameters: {PAPER[1]} %', (110, PAPER[1]), (0, -46), ha='right',
+                   textcoords='offset points', fontsize=8, color=RED)
     right.legend(fontsize=7.5, loc='lower right')
     right.set(xlabel='number of steps K', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
               ylim=(56, 87), xlim=(2.5, 125))

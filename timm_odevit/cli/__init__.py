@@ -49,6 +49,7 @@ data  folder with one sub-folder of images per class, or train/ and val/ of that
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, 2 for a mistake in the input, 130 if interrupted."""
     argv = sys.argv[1:] if argv is None else argv
+    getattr(sys.stdout, 'reconfigure', dict)(errors='replace')
     top = parser(argv[:1])
     args, unknown = top.parse_known_args(argv)
     for word in args.words:  # argparse leaves some empty after an option
@@ -116,7 +117,7 @@ def parser(commands: Iterable[str] = COMMANDS) -> argparse.ArgumentParser:
         about, _, arguments = (doc or '').partition('\n\n')
         command = group.add_parser(name, help=about, description=about)
         if name in commands:
-            for argument in _arguments(arguments if name == 'script' else f'{arguments}\n--device --threads'):
+            for argument in _arguments(arguments + '\n--device --threads' * (name not in ('script', 'recipe'))):
                 _add(command, *argument)
         options = [text for action in command._actions for text in action.option_strings]
         words = [action.dest for action in command._actions if action.nargs == '?' and not action.option_strings]

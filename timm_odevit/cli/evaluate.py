@@ -66,9 +66,9 @@ def evaluate(args: Any) -> None:
         results = evaluate_classes(model, loader, **options)
     trained_at = recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ()
     results = replace(results, data=words, trained_at=trained_at)
-    print(results)
     if args.json:
         results.to_json(args.json)
+    print(results)
 
 
 def _recipe(model: Any) -> Recipe | None:
@@ -88,7 +88,7 @@ def _data(args: Any, model: Any, any_classes: bool = False) -> Data:
         return with_test(data, args.test, model, config)
     if data.held_out > (known := held_out_of(model) or 0.) or (known and data.val is data.test):
         warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
-                      f'{known:g} of its own. Give others, with --test.', RuntimeWarning, stacklevel=3)
+                      f'{known:g} of its own. Give others.', RuntimeWarning, stacklevel=3)
     return data
 
 
@@ -137,9 +137,9 @@ def benchmark(args: Any) -> None:
     results = measure_speed(
         models, batch_sizes=args.batch_size, steps=args.steps or (), rounds=args.rounds, compiled=args.compile,
         images=partial(_some_images, args.data) if args.data else None, progress=not args.quiet)
-    print(results)
     if args.json:
         write_text(Path(args.json), to_json(asdict(results)))
+    print(results)
 
 
 def _some_images(path: str, model: Any, count: int) -> Any:
@@ -163,8 +163,8 @@ def predict(args: Any) -> None:
     else:
         run = load_with_steps(args).eval()
         blocks, about, cfg, like = find_ode_blocks(run), metadata(run), data_config(run), next(run.parameters())
-    if about.get('num_classes') == 0 or args.model.startswith(TOWERS):
-        raise ValueError(f"'{args.model}' has no classes, so it cannot classify images.")
+    if about.get('num_classes', 2) < 2 or args.model.startswith(TOWERS):
+        raise ValueError(f"'{args.model}' has no classes to choose from.")
     names, records = about.get('classes'), list[Any]()
     paths = map(Path, args.image)
     for file in [file for path in paths for file in (files_in(path)[0] if path.is_dir() else [str(path)])]:

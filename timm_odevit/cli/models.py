@@ -97,8 +97,8 @@ def save(model: Any, out: str) -> None:
 
 
 def check_file(file: str | None) -> None:
-    if file and (Path(file).is_dir() or not Path(file).parent.is_dir()):
-        raise ValueError(f"Cannot write to '{file}': it is a folder, or its folder does not exist.")
+    if file and (Path(file).is_file() < Path(file).exists() or not Path(file).parent.is_dir()):
+        raise ValueError(f"Cannot write to '{file}': it is no file, or its folder does not exist.")
 
 
 def refuse_existing(out: str, instead: str = 'remove it') -> None:

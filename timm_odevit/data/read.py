@@ -85,8 +85,8 @@ def read_data(
     any_classes = any_classes or not getattr(model, 'num_classes', 0)
     for name, where in _APPLIES.items():
         if getattr(config, name) != getattr(DataConfig(), name) and kind not in where:
-            raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. Set it to '
-                             f'{getattr(DataConfig(), name)}.')
+            raise ValueError(f'data.{name} does not apply to this source, a {kind}, only to a {where}. '
+                             'Leave it out.')
     if labels is None and not any_classes:
         again = partial(read_data, source, model, config, held_out=share, limit=limit, seed=seed, judging=judging)
         if kind == 'loader':

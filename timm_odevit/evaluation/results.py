@@ -50,7 +50,6 @@ def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str
     blocks = find_ode_blocks(model)
     if steps is None:
         return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
-    steps = steps.tolist() if hasattr(steps, 'tolist') else steps  # NumPy's and torch's
     counts = dict.fromkeys(steps if isinstance(steps, Iterable) else [steps])
     if not counts:
         raise ValueError('steps is empty. Give some, or None.')
@@ -165,7 +164,7 @@ class Evaluation(Generic[AnyResult]):
     _repr_markdown_ = __repr__  # in a notebook
 
 
-def _text(value: float | None, digits: int = 1) -> str:
+def _text(value: float | None, digits: int = 2) -> str:
     if value is None:
         return '-'
     return str(value) if isinstance(value, int) else f'{value:.{digits}f}'

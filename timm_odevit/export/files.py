@@ -81,7 +81,7 @@ def export_model(
         raise ImportError(f"{format} needs {' and '.join(missing)}. Type: pip install {' '.join(missing)}")
     copied = copy.deepcopy(model).eval().requires_grad_(False)
     getattr(copied, 'set_grad_checkpointing', bool)(False)
-    if format in ('onnx', 'html'):
+    if format != 'pt2':
         copied.cpu()
     images = torch.zeros(2, *data_config(model)['input_size'], dtype=dtype, device=next(copied.parameters()).device)
     about = {**metadata(model), 'int8': int8, 'bits': bits, 'timm_odevit': __version__}

@@ -249,7 +249,7 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     rows = [2] if weight.ndim == 3 else list(range(1, weight.ndim))
     scale = weight.abs().amax(dim=rows, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / 127
-    return (weight / scale).round().clamp(-127, 127).to(torch.int8), scale
+    return (weight / scale).round().to(torch.int8), scale
 
 
 def _round_initializers(graph: Any) -> None:

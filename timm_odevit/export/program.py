@@ -1,4 +1,5 @@
 """Models as programs of torch.export, and their files."""
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ def exported(module: nn.Module, *inputs: Tensor) -> ExportedProgram:
 
 
 def write_pt2(model: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
-    torch.export.save(exported(model, images), path, extra_files={METADATA: json.dumps(about)})
+    torch.export.save(exported(model, images), file := io.BytesIO(), extra_files={METADATA: json.dumps(about)})
+    path.write_bytes(file.getvalue())  # at once: torch aborts the process on a full disk
 
 
 def proto(module: nn.Module, output: str, **inputs: Tensor) -> Any:
