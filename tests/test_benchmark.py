@@ -93,7 +93,7 @@ def test_the_command(tiny, tmp_path, capsys, monkeypatch):
     np.savez('d.npz', x_train=rng.integers(0, 256, (10, 64, 64, 3), dtype=np.uint8))
     args = ['benchmark', 'local-dir:t', 'local-dir:m', '--batch-size', '2', '--rounds', '1', '--quiet', '--device', 'cpu']
     assert main(args) == 2 and '--data' in capsys.readouterr().err
-    assert main([*args, '--json', '.']) == 2 and 'is a folder' in capsys.readouterr().err
+    assert main([*args, '--json', '.']) == 2 and 'is no file' in capsys.readouterr().err
     assert main([*args, '--data', 'd.npz', '--json', 'a.json', '--dtype', 'bfloat16']) == 0
     out, record = capsys.readouterr(), json.loads((tmp_path / 'a.json').read_text())
     assert '| local-dir:m ' in out.out and 'dtype bfloat16' in out.out and not out.err

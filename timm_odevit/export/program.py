@@ -28,7 +28,7 @@ def exported(module: nn.Module, *inputs: Tensor) -> ExportedProgram:
 
 def write_pt2(model: nn.Module, images: Tensor, path: Path, about: dict[str, str]) -> None:
     torch.export.save(exported(model, images), file := io.BytesIO(), extra_files={METADATA: json.dumps(about)})
-    path.write_bytes(file.getvalue())  # at once: torch aborts the process on a full disk
+    path.write_bytes(file.getvalue())  # torch aborts on a full disk
 
 
 def proto(module: nn.Module, output: str, **inputs: Tensor) -> Any:

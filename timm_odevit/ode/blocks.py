@@ -1,6 +1,7 @@
 """OdeBlocks: the drop-in replacement for `model.blocks`; views of a model with another number of steps."""
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -175,7 +176,8 @@ class OdeBlocks(nn.Module):
 
     def _solve(self, x: Tensor, times: list[float], args: Any, kwargs: Any) -> Tensor:
         context = self.shared.context(args, kwargs)
-        with torch.autocast(x.device.type, enabled=False):  # whose rounding the solver would take for its error
+        kind = x.device.type  # its rounding would count as an error
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             states, self._counts.evaluations = solve_adaptive(self.shared, x, times, self.config, context)
         return states
 

@@ -91,8 +91,7 @@ class LossConfig(Settings):
         consistency_weight: Of the distance of an update's other outputs to its first, which does not learn.
         patch_drop: Share of the patches left out at random in each update, for teacher and student; give 0 in
             the last stage.
-        corrupt: Share of the batches whose images lose contrast, get noise or are blurred, by random amounts, for
-            teacher and student.
+        corrupt: Share of the batches whose images lose contrast, get noise or are blurred, by random amounts.
         jasmin_weight: Of the JaSMin loss of the shared block's attention, at two of the states.
         kd_weight: Of the KL divergence between the logits or, for embeddings, of one minus their cosine plus their
             relative squared error.

@@ -141,8 +141,7 @@ class TrajectoryDistillationTask(TrainingTask):
 
 
 def corrupted(images: Tensor, share: float) -> Tensor:
-    """Of a share of the batches: a tenth to all of the contrast, noise of up to the deviation of all pixels, or blur of
-    up to 2 pixels."""
+    """A share of the batches with a tenth to all of its contrast, noise of up to a deviation, or blur of 2 pixels."""
     kind, amount = int(3 * torch.rand(()) / share), torch.rand(len(images), 1, 1, 1).to(images)
     if kind == 0:
         mean = images.mean((1, 2, 3), keepdim=True)
