@@ -424,11 +424,11 @@ def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, c
 
 
 def test_recipes_are_listed_shown_and_checked(folder, capsys):
-    assert run('recipe', 'list') == 0
+    assert main(['recipe', 'list']) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == builtin_recipes()
-    assert run('recipe', 'show', 'three_blocks') == 0
+    assert main(['recipe', 'show', 'three_blocks']) == 0
     (folder / 'mine.yaml').write_text(capsys.readouterr().out)
-    assert run('recipe', 'show', 'mine.yaml') == 0
+    assert main(['recipe', 'show', 'mine.yaml']) == 0
     assert capsys.readouterr().out == Path('mine.yaml').read_text()
 
 
