@@ -166,12 +166,12 @@ TABLES = {
 }
 
 
-def main():
-    for name, (path, make) in TABLES.items():
+def put(tables=TABLES, script='examples/generate.py'):
+    for name, (path, make) in tables.items():
         if '--write' not in sys.argv:
             print(make())
             continue
-        marks = re.compile(rf'(<!-- {name}: python examples/generate.py -->\n).*?(<!-- end -->)', re.S)
+        marks = re.compile(rf'(<!-- {name}: python {script} -->\n).*?(<!-- end -->)', re.S)
         text, count = marks.subn(lambda found, make=make: found[1] + make() + found[2], path.read_text())
         if not count:
             raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
@@ -179,4 +179,4 @@ def main():
 
 
 if __name__ == '__main__':
-    main()
+    put()

@@ -114,7 +114,7 @@ def draw(path, test, shown, scores):
     path.parent.mkdir(parents=True, exist_ok=True)
     columns = {'scene': test[0].permute(0, 2, 3, 1), 'truth': test[1]}
     for name, found in shown.items():
-        kind = 'teacher' if name == TEACHER else 'student, two blocks' if '_two_' in name else 'student, one block'
+        kind = 'teacher' if name == TEACHER else 'student, three blocks' if '_three_' in name else 'student, one block'
         columns[f'{kind}\nIoU {scores[name]:.1f} %'] = found
     figure, axes = plt.subplots(4, len(columns), figsize=(2 * len(columns), 8.4), layout='constrained')
     for row in range(4):

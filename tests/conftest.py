@@ -44,17 +44,13 @@ def reloaded(model, folder, **kwargs):
 
 def converted(vit, config=None, **kwargs):
     """A small ViT of the fixture below, converted."""
-    model = vit(**kwargs)
-    convert_(model, config)
-    return model
+    return convert_(vit(**kwargs), config).model
 
 
 def pair(vit, config=None, **kwargs):
     """A small ViT converted, and the ViT itself: student and teacher."""
     teacher = vit(**kwargs)
-    student = copy.deepcopy(teacher)
-    convert_(student, config)
-    return student, teacher
+    return convert_(copy.deepcopy(teacher), config).model, teacher
 
 
 @pytest.fixture(autouse=True)

@@ -23,9 +23,7 @@ def tiny():
 
 
 def converted(model, **settings):
-    own = copy.deepcopy(model)
-    convert_(own, **settings)
-    return own
+    return convert_(copy.deepcopy(model), **settings).model
 
 
 def test_models_and_their_step_counts_are_compared_with_the_first(tiny, tmp_path):

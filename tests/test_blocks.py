@@ -59,13 +59,6 @@ def test_is_the_sequence_of_its_steps(vit, images, config):
     assert list(blocks[::2]) == list(blocks)[::2] and not len(blocks[2:2])  # as of any nn.Sequential
 
 
-def test_one_set_of_keys(vit):
-    model = converted(vit)
-    keys = [key for key in model.state_dict() if key.startswith('blocks.')]
-    assert keys and all(key.startswith('blocks.shared.block.') for key in keys)
-    assert len({t.data_ptr() for t in model.state_dict().values()}) == len(model.state_dict())
-
-
 def test_masks_reach_every_evaluation(vit, images):
     for config in KINDS:
         model = converted(vit, config)

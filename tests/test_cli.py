@@ -176,6 +176,8 @@ MISTAKES = [
     (['distill', 'scratch', 'images', 'new', '--set', 'model_args.num_heads=5'], "Cannot build 'odevit_tiny_patch4_32'"),
     (['predict', 'local-dir:teacher', 'images/c0/0.png', '--steps', '6'], 'it is not an ODE-ViT'),
     (['export', 'local-dir:teacher', 'a.onnx', '--images', 'images'], '--images is for 4 bits. Add --bits 4'),
+    (['script', 'none.py'], "There is no script 'none.py'"),
+    (['predict', 'none.pt2', 'images'], "Cannot run 'none.pt2': "),
 ]
 
 
@@ -336,10 +338,6 @@ def test_an_exported_file_predicts_what_its_model_does(folder, capsys, file):
     assert found[0] == pytest.approx(found[1], abs=2e-4)
     assert run('predict', file, 'photo.png', '--steps', '2') == 2
     assert f"'{file}' has fixed steps. Leave out --steps" in capsys.readouterr().err
-
-
-def test_a_file_that_was_not_exported_is_refused(folder, capsys):
-    assert run('predict', 'none.pt2', 'images') == 2 and "Cannot run 'none.pt2': " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize('args, said', [

@@ -222,6 +222,11 @@ def test_images_without_labels_are_mixed_too(vit):
     assert labels.shape == (8, 1) and not any((image == mixed).flatten(1).all(1).any() for image in images)
 
 
+def test_folders_whose_names_do_not_count_are_mixed_too(vit, images):
+    loader = read(images(), vit(), labels=False, held_out=0., batch_size=8, mixup=0.5).train
+    assert all(labels.shape == (len(batch), 1) for batch, labels in loader)
+
+
 def test_batches_without_labels_are_no_class(vit, tmp_path):
     with pytest.raises(ValueError, match=r'The first batch of .*, torch.float32 .*is not \(images, labels\)'):
         train(Recipe.load('finetune'), [torch.rand(4, 3, 16, 16)], tmp_path, student=vit(), progress=False)

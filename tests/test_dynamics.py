@@ -182,8 +182,7 @@ def test_g_1_bounds_the_eigenvalues_of_the_softmax_jacobian(vit, images):
 
 @pytest.mark.parametrize('options', [{}, {'phases': 2}, {'field': 'lipschitz'}, {'blocks': (1, 1)}])
 def test_spectral_norms(vit, options):
-    model = vit()
-    convert_(model, **options)
+    model = convert_(vit(), **options).model
     found = spectral_norms(model)
     every = (*model.blocks.before, *model.blocks.shared.phases, *model.blocks.after)
     parts = [{key: p.detach() for key, p in part.named_parameters()} for part in every]
@@ -213,8 +212,7 @@ def test_the_observed_order(vit, images, method, order):
 
 
 def test_a_field_with_jumps(vit, images):
-    model = vit().eval()
-    convert_(model, phases=3)
+    model = convert_(vit().eval(), phases=3).model
     few, many = discretisation_errors(model, images, methods=['euler'], steps=[3, 24])
     assert (many.error < few.error / 3).all() and repr(few).startswith('DiscretisationError(method euler, steps 3, 3 images; on average error ')
 
@@ -250,8 +248,7 @@ def test_measures_of_an_ordinary_vit_and_of_its_exact_conversion_agree(teacher_a
 
 
 def test_batches_and_threads_and_modes_change_nothing(vit, images):
-    model = vit()
-    convert_(model)
+    model = convert_(vit()).model
     model.train()
     whole = lyapunov_exponents(model, images, count=2).values
     assert torch.is_grad_enabled() and model.training and all(p.grad is None for p in model.parameters())
@@ -284,8 +281,7 @@ def test_bfloat16_and_inference_mode(vit, images):
 
 
 def test_spectral_norms_of_layers_that_a_library_wraps(vit):
-    model = vit()
-    convert_(model)
+    model = convert_(vit()).model
     expected = spectral_norms(model)
 
     class Wrapped(nn.Module):
@@ -368,8 +364,7 @@ def test_attention_maps_of_many_families(name):
 @pytest.mark.parametrize('config', [dict(), dict(method='rk4', steps=3), dict(field='lipschitz', method='euler'),
                                     dict(phases=2)])
 def test_attention_maps_are_those_of_the_field_fused_or_not(vit, config, images):
-    model = vit()
-    convert_(model, OdeConfig(**config))
+    model = convert_(vit(), OdeConfig(**config)).model
     model.eval()
     found = []
     for fused in (True, False):

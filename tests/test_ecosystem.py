@@ -16,7 +16,6 @@ from timm.optim import create_optimizer_v2
 from timm.task import FeatureDistillationTask, LogitDistillationTask
 from timm.utils import AttentionExtract
 
-from timm_odevit import cli
 from timm_odevit.hooks import watch_blocks
 
 EXAMPLES = Path(__file__).parent.parent / 'examples' / 'ecosystem'
@@ -170,10 +169,6 @@ def test_a_script_runs_with_the_models_registered(launcher, tmp_path):
     done = subprocess.run([*command, '--device', 'gpu'], capture_output=True, text=True)
     assert done.stdout == (2 if launcher else 1) * "True ['--help', '--model', 'x', '--device', 'gpu']\n", done.stderr
     assert launcher or subprocess.run(command, capture_output=True).returncode == 3
-
-
-def test_a_script_that_is_not_there(capsys):
-    assert cli.main(['script', 'none.py']) == 2 and "There is no script 'none.py'" in capsys.readouterr().err
 
 
 def test_every_example_has_a_test():

@@ -35,9 +35,7 @@ def batches(count=3, size=4, seed=0):
 
 def pair(vit, **kwargs):
     teacher = vit(num_classes=0)
-    student = copy.deepcopy(teacher)
-    convert_(student, **kwargs)
-    return student, teacher
+    return convert_(copy.deepcopy(teacher), **kwargs).model, teacher
 
 
 def npz(path):
@@ -172,8 +170,7 @@ def test_training_comes_nearer_to_the_teachers_embeddings(vit, settings, tmp_pat
 def test_the_outputs_of_a_model_with_a_projection_are_embeddings_if_said_so(vit):
     """CLIP's image towers have their projection where others have classes; labels then mean nothing."""
     teacher = vit(num_classes=7)
-    student = copy.deepcopy(teacher)
-    convert_(student)
+    student = convert_(copy.deepcopy(teacher)).model
     images, labels = torch.randn(4, 3, 16, 16), torch.full((4,), 99)
     parts = TrajectoryDistillationTask(student, teacher, embedding=True)(images, labels)
     torch.testing.assert_close(parts['kd_loss'], embedding_loss(student(images), teacher(images)))

@@ -5,6 +5,7 @@ import multiprocessing
 import random
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from conftest import pair
 from timm.models.vision_transformer import VisionTransformer
 from timm.optim import create_optimizer_v2, muon
-from timm.task import ClassificationTask
+from timm.task import ClassificationTask, FeatureDistillationTask
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -124,13 +125,6 @@ def test_muon_multiplies_in_float32_on_a_cpu_and_timms_own_stays_as_it_is(monkey
 
 # --- minutes
 
-class Ticking:
-    """A clock on which an eighth of a second passes between two looks at it."""
-
-    def __init__(self):
-        self.perf_counter = partial(next, itertools.count(0., 0.125))
-
-
 @pytest.mark.parametrize('seconds, update, validation, most, epochs', [
     (60., 2., 0., 9, (10, 3)), (60., 2., 1., 9, (10, 2)), (60., 2., 2., 9, (6, 4)), (60., 1., 30., 99, (1, 30)), (60., 7., 0., 9, (8, 1)), (-1., 1., 0., 9, (1, 1)),
     (600., 1., 0., 4, (150, 4)), (600., 1., 1., 4, (120, 4)), (3600., 1., 100., 20, (7, 400))])
@@ -138,10 +132,21 @@ def test_minutes_are_ten_epochs_or_more_of_one_pass_or_fewer_where_validation_wo
     assert updates_in(seconds, update, validation, most) == epochs
 
 
+def test_what_a_task_learns_beside_its_model_is_resumed(vit, tmp_path):
+    def task():
+        torch.manual_seed(0)
+        return FeatureDistillationTask(vit(), vit(embed_dim=64), verbose=False)  # with a projection
+    whole = run(task(), epochs=2, sched='step')
+    run(task(), tmp_path / 'run', epochs=1, sched='step')
+    torch.nn.init.zeros_((again := task()).trainable_module.projection.weight)
+    assert strip(run(again, tmp_path / 'run', epochs=2, sched='step', resume=True)) == strip(whole)
+
+
 def test_a_run_of_some_minutes_is_resumed_as_it_was_planned(vit, tmp_path, monkeypatch):
     """Bit for bit, with the epochs and the precision that were measured first, whatever the machine does then."""
     settings = dict(minutes=0.05, amp='auto', lr=3e-3, progress=False)
-    monkeypatch.setattr('timm_odevit.training.fit.time', Ticking())
+    clock = SimpleNamespace(perf_counter=partial(next, itertools.count(0., 0.125)))  # an eighth of a second between two looks
+    monkeypatch.setattr('timm_odevit.training.fit.time', clock)
     monkeypatch.setattr('timm_odevit.training.fit.LONG', 0.)
     task = build(vit)
     expected = fit(task, *loaders(), out=tmp_path / 'whole', **settings)
@@ -280,7 +285,7 @@ def test_trying_a_batch_changes_no_result(vit, monkeypatch):
 def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path, which, batch, message):
     task = build(vit)
     model = task.get_eval_model()
-    model.norm = nn.Sequential(model.norm, Statistics())
+    model.norm = nn.Sequential(model.norm, nn.BatchNorm1d(17))  # changes its buffers in training mode
     task.eval()
     before = copy.deepcopy(task.state_dict())
     bad = {'train_loader': GOOD, 'val_loader': GOOD, which: [batch] * 2}
@@ -291,19 +296,6 @@ def test_a_batch_that_does_not_fit_is_refused_and_changes_nothing(vit, tmp_path,
     after = task.state_dict()
     assert all(torch.equal(after[k], before[k]) for k in before) and not any(m.training for m in task.modules())
     assert not (tmp_path / 'run').exists()
-
-
-class Statistics(nn.Module):
-    """Changes a buffer in training mode, as BatchNorm does."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer('count', torch.zeros(1))
-
-    def forward(self, x):
-        if self.training:
-            self.count += 1
-        return x
 
 
 def test_loaders_that_are_empty_short_or_read_once_are_refused(vit):

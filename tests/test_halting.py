@@ -17,8 +17,7 @@ from timm_odevit.ode.halting import entropy
 
 def halting(vit, threshold=None, steps=6, **kwargs):
     """A model that halts at the median of its scores, so that images take different numbers of steps."""
-    model = vit()
-    convert_(model, steps=steps, **kwargs)
+    model = convert_(vit(), steps=steps, **kwargs).model
     if threshold is None:
         x = torch.randn(32, 3, 16, 16)
         with torch.no_grad():
@@ -162,8 +161,7 @@ def test_a_host_that_runs_the_steps_one_by_one_halts_nothing(vit, images):
 
 @pytest.mark.parametrize('labelled', [True, False])
 def test_calibration_keeps_what_it_promises(vit, labelled):
-    model = vit()
-    convert_(model, steps=6)
+    model = convert_(vit(), steps=6).model
     x = torch.randn(100, 3, 16, 16)
     with torch.no_grad():
         y = model(x).argmax(dim=1)
@@ -201,8 +199,7 @@ def test_saved_with_the_model_and_off_by_default(tmp_path):
 def test_on_the_command_line(vit, tmp_path, capsys):
     x_train, x_test = np.random.default_rng(0).integers(0, 256, (2, 40, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / 'data.npz', x_train=x_train, x_test=x_test, y_train=np.arange(40) % 3, y_test=np.arange(40) % 3)
-    model = vit(num_classes=3)
-    convert_(model)
+    model = convert_(vit(num_classes=3)).model
     save_pretrained(model, tmp_path / 'student')
     out = tmp_path / 'out'
     options = [f'local-dir:{tmp_path / "student"}', str(tmp_path / 'data.npz')]
@@ -216,8 +213,7 @@ def test_on_the_command_line(vit, tmp_path, capsys):
 
 def test_models_with_merged_tokens_or_kept_blocks_halt_when_compiled(vit, images):
     for settings in (dict(tokens=0.4), dict(blocks=(1, 2))):
-        model = vit()
-        convert_(model, phases=2, steps=4, halting='entropy', halting_threshold=0.9, **settings)
+        model = convert_(vit(), phases=2, steps=4, halting='entropy', halting_threshold=0.9, **settings).model
         model.eval()
         with torch.no_grad():
             expected = model(images)
@@ -226,8 +222,7 @@ def test_models_with_merged_tokens_or_kept_blocks_halt_when_compiled(vit, images
 
 
 def test_calibration_leaves_other_threads_alone(vit):
-    model = vit()
-    convert_(model, steps=6, halting='entropy', halting_threshold=0.9)
+    model = convert_(vit(), steps=6, halting='entropy', halting_threshold=0.9).model
     model.eval()
     x = torch.randn(8, 3, 16, 16)
     with torch.no_grad():
@@ -258,8 +253,7 @@ def test_settings_that_cannot_halt(vit, images):
     with pytest.raises(ValueError, match='attn_mask'):
         halting(vit).blocks(torch.randn(2, 17, 32), torch.ones(2, 1, 17, 17, dtype=torch.bool))
     for classes in (0, 1):
-        model = vit(num_classes=classes)
-        convert_(model, halting='entropy', halting_threshold=1.)
+        model = convert_(vit(num_classes=classes), halting='entropy', halting_threshold=1.).model
         with pytest.raises(ValueError, match='two classes or more'):
             model.eval()(images)
 
@@ -275,13 +269,10 @@ def test_data_and_settings_that_calibration_cannot_use(vit, images):
 
 
 def test_models_that_calibration_cannot_use(vit, images):
-    stages = timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2))
-    convert_(stages)
-    featureless = vit()
-    convert_(featureless)
+    stages = convert_(timm.create_model('swin_tiny_patch4_window7_224', img_size=56, depths=(2, 2), embed_dim=24, num_heads=(2, 2))).model
+    featureless = convert_(vit()).model
     featureless.reset_classifier(0)
-    one_by_one = timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()
-    convert_(one_by_one)
+    one_by_one = convert_(timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()).model
     for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'),
                            (featureless, 'cannot be applied'), (one_by_one, 'runs its blocks one by one')):
         with pytest.raises((TypeError, ValueError), match=message):

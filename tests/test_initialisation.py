@@ -46,16 +46,14 @@ def test_lipschitz_takes_the_layer_scale_into_the_projections(vit):
 
 @pytest.mark.parametrize('field', FIELDS)
 def test_stochastic_depth_is_the_mean_over_depth(vit, field):
-    model = vit(drop_path_rate=0.2)
-    convert_(model, OdeConfig(field=field, init='mean'))
+    model = convert_(vit(drop_path_rate=0.2), OdeConfig(field=field, init='mean')).model
     rates = [m.drop_prob for m in model.modules() if type(m).__name__ == 'DropPath']
     assert rates and rates == pytest.approx([0.1] * len(rates))
 
 
 @pytest.mark.parametrize('field', FIELDS)
 def test_dtype_mode_and_requires_grad_carry_over(vit, field):
-    model = vit().to(torch.bfloat16).requires_grad_(False)
-    convert_(model, OdeConfig(field=field))
+    model = convert_(vit().to(torch.bfloat16).requires_grad_(False), OdeConfig(field=field)).model
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
     assert not any(m.training for m in model.modules())
     model = vit().train()

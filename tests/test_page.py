@@ -58,7 +58,6 @@ def test_the_published_page_is_that_of_the_published_weights(tmp_path, monkeypat
     assert (tmp_path / words[2]).read_bytes() == (stored / 'index.html').read_bytes()
 
 
-
 def logits(page, images, steps):
     given = [json.dumps(images.flatten(1).tolist()), steps]  # playwright is slow with long lists
     return torch.tensor(page.evaluate('([text, K]) => JSON.parse(text).map(x => [...logits(Float32Array.from(x), K)])', given))
@@ -84,8 +83,7 @@ def test_the_page_computes_the_logits_of_the_rounded_model(vit, opened, kwargs, 
 
 @pytest.mark.parametrize('T, least', [(6.7, 3), (3., 2)])
 def test_the_page_lays_its_steps_as_the_solver_does(vit, opened, T, least):
-    model = vit(**{**SMALL, 'depth': 7})
-    convert_(model, phases=3, T=T, steps=6)
+    model = convert_(vit(**{**SMALL, 'depth': 7}), phases=3, T=T, steps=6).model
     page = opened(model)
     for steps in (*range(least, 20), 48):
         model.blocks.steps = steps
@@ -116,8 +114,7 @@ def test_a_picture_is_prepared_as_timm_does_it_and_classified(vit, opened, tmp_p
 
 def test_the_file_is_small_and_names_in_it_are_only_text(vit, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = vit(embed_dim=256, num_heads=4, act_layer='gelu')
-    convert_(model)
+    model = convert_(vit(embed_dim=256, num_heads=4, act_layer='gelu')).model
     model.pretrained_cfg['label_names'] = ['<b>', '</script><script>alert(1)</script>', '<!--', 'd', '$title']
     stored = sum(tensor.nbytes for tensor in packed(model.state_dict()).values())
     save_pretrained(model, 'student')

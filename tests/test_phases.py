@@ -45,13 +45,6 @@ def test_every_method_and_number_of_steps_runs_and_gets_gradients(vit, images, k
         assert all(p.grad is not None for p in model.blocks.parameters())
 
 
-def test_a_phase_for_each_layer_is_the_model_itself(vit, images):
-    model = vit().double()
-    before = model(images.double())
-    convert_(model, OdeConfig(phases=3))
-    assert torch.equal(model(images.double()), before)
-
-
 @pytest.mark.parametrize('depth, steps, starts', [
     (12, 3, [0, 4, 8]), (12, 4, [0, 2, 4, 8]), (12, 5, [0, 2, 4, 6, 8]), (12, 7, [0, 4 / 3, 8 / 3, 4, 6, 8, 10]),
     (5, 4, [0, 1, 2, 3]), (5, 5, [0, 1, 2, 3, 4])])  # of 5 layers, the spans have 2, 1 and 2

@@ -36,7 +36,7 @@ def test_a_published_model_gives_what_was_stored_with_it(folder):
         for model in (by_name, by_folder):
             torch.testing.assert_close(model(stored['input']), stored['output'], rtol=1e-3, atol=1e-3)  # other kernels
         for ode in find_ode_blocks(by_name):
-            assert ode.config == by_folder.blocks.config or ode.config.init != by_folder.blocks.config.init
+            assert {**vars(ode.config), 'init': None} == {**vars(by_folder.blocks.config), 'init': None}
     for key in ('mean', 'std', 'input_size', 'num_classes', 'crop_pct', 'label_names'):
         ours, theirs = (json.dumps(model.pretrained_cfg[key]) for model in (by_name, by_folder))
         assert ours == theirs
@@ -59,7 +59,6 @@ def test_a_published_folder_is_whole(folder):
         assert recipe.stages and (recipe.model is not None or not getattr(args, 'checkpoint', None) or getattr(args, 'model', None))
         given = [getattr(args, key, None) for key in ('teacher', 'student', 'model')]
         assert all(name is None or timm.is_model(name.split('.')[0]) or name.startswith('local-dir:out/') for name in given)
-    Recipe.load(folder / 'recipe.yaml')
 
 
 @pytest.mark.parametrize('folder', FOLDERS, ids=lambda f: f.name)

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load as read
 from safetensors.torch import load_file, save
 
-from timm_odevit import OdeConfig, cli, convert_, evaluate, push_to_hub, save_pretrained
+from timm_odevit import cli, convert_, evaluate, push_to_hub, save_pretrained
 from timm_odevit.saving.cards import model_card
 
 HUB = Path(__file__).parent.parent / 'hub'
@@ -32,9 +32,7 @@ def hub(monkeypatch, tmp_path):
 
 @pytest.fixture
 def student(vit):
-    model = vit()
-    convert_(model, OdeConfig(phases=2, steps=6))
-    return model
+    return convert_(vit(), phases=2, steps=6).model
 
 
 def load(name, **kwargs):

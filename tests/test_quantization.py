@@ -43,8 +43,7 @@ def test_a_state_dict_takes_four_bits_for_each_number_of_a_matrix():
 
 @pytest.mark.parametrize('ode', [dict(steps=4, phases=2), dict(field='lipschitz', method='euler')])
 def test_a_folder_of_four_bits_loads_as_the_rounded_model(vit, tmp_path, ode):
-    model = vit(embed_dim=64)
-    convert_(model, **ode)
+    model = convert_(vit(embed_dim=64), **ode).model
     whole, small = (save_pretrained(model, tmp_path / name, bits=bits) for name, bits in (('whole', None), ('small', 4)))
     sizes = [(folder / 'model.safetensors').stat().st_size for folder in (whole, small)]
     assert sizes[1] < sizes[0] / 5
@@ -65,8 +64,7 @@ def test_a_model_that_timm_itself_would_load_is_refused(vit, tmp_path):
 
 
 def test_rounding_for_images_is_better_on_them_and_stored_as_it_is(vit, tmp_path):
-    model, images = vit(embed_dim=64), torch.randn(64, 3, 16, 16)
-    convert_(model, steps=4, phases=2)
+    model, images = convert_(vit(embed_dim=64), steps=4, phases=2).model, torch.randn(64, 3, 16, 16)
     with torch.no_grad():
         whole = model(images)
         nearest = (to_nearest(model)(images) - whole).norm()
@@ -74,6 +72,18 @@ def test_rounding_for_images_is_better_on_them_and_stored_as_it_is(vit, tmp_path
         assert model.training and (model.eval()(images) - whole).norm() < 0.7 * nearest
     again = timm.create_model(f"local-dir:{save_pretrained(model, tmp_path / 'a', bits=4)}", pretrained=True)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True) if is_rounded(p) and p.ndim == 2)
+
+
+@pytest.mark.parametrize('how', ['compiled', 'autocast'])
+def test_rounding_for_images_is_the_same(vit, how):
+    model, images = vit(embed_dim=64), torch.randn(4, 3, 16, 16)
+    quantize_(other := copy.deepcopy(model), images)
+    with torch.autocast('cpu', torch.bfloat16, enabled=how == 'autocast'):
+        if how == 'compiled':
+            model.compile(backend='aot_eager')
+            model(images)
+        quantize_(model, images)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
 
 
 def test_images_that_do_not_fit_leave_a_model_as_it_is(vit):

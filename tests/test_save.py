@@ -41,8 +41,7 @@ def test_a_named_model_keeps_its_name_and_its_settings_of_the_moment(images, tmp
     *(OdeConfig(field=field, method='dopri5', steps=1, T=2.5, init='spectral') for field in FIELDS),
     OdeConfig(phases=2, tokens=0.5, halting='entropy', halting_threshold=0.7)], ids=repr)
 def test_every_setting_survives(vit, images, tmp_path, config):
-    model = vit(act_layer='relu', norm_layer='layernorm', qk_norm=True)
-    convert_(model, config)
+    model = convert_(vit(act_layer='relu', norm_layer='layernorm', qk_norm=True), config).model
     again = reloaded(model, tmp_path / 'a')
     assert again.blocks.config == model.blocks.config
     assert torch.equal(again(images), model(images))
@@ -63,8 +62,7 @@ def test_names_of_classes_are_saved_whatever_the_source_had(vit, tmp_path):
 
 
 def test_other_classes_and_another_image_size(vit, tmp_path):
-    model = vit()
-    convert_(model)
+    model = convert_(vit()).model
     again = reloaded(model, tmp_path / 'a', num_classes=3, img_size=32)
     assert again(torch.randn(1, 3, 32, 32)).shape == (1, 3)
     assert all(torch.equal(again.state_dict()[k], v) for k, v in model.state_dict().items() if k.startswith('blocks'))
@@ -86,8 +84,7 @@ def test_checkpoint_path(vit, images, tmp_path):
 
 
 def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path):
-    model = VisionTransformer(**TINY)
-    convert_(model)
+    model = convert_(VisionTransformer(**TINY)).model
     with pytest.raises(ValueError, match='was not made by timm.create_model.*Build it with timm.create_model'):
         save_pretrained(model, tmp_path / 'a')
     model = timm.create_model('vit_tiny_patch16_224', **TINY)
@@ -134,8 +131,7 @@ def test_a_new_head_is_saved_whatever_the_keywords_of_the_base_were(images, tmp_
 @pytest.mark.parametrize('change', [
     lambda model: torch.compile(model, backend='eager'), lambda model: model.to(memory_format=torch.channels_last)])
 def test_a_compiled_model_and_channels_last_are_saved_without_them(vit, images, tmp_path, change):
-    model = vit()
-    convert_(model)
+    model = convert_(vit()).model
     save_pretrained(change(model), tmp_path / 'a')
     again, state = load(tmp_path / 'a'), model.state_dict()
     assert all(torch.equal(tensor, state[name]) for name, tensor in again.state_dict().items())

@@ -29,8 +29,7 @@ def converted(teacher, **settings):
 
 @pytest.fixture(params=NAMES)
 def pair(request):
-    teacher, images = build(request.param)
-    return teacher, images
+    return build(request.param)
 
 
 def task_of(student, teacher, **settings):

@@ -13,9 +13,7 @@ from timm_odevit import convert_, save_pretrained
 
 @pytest.fixture
 def saved(vit, tmp_path):
-    model = vit()
-    convert_(model)
-    return save_pretrained(model, tmp_path / 'model')
+    return save_pretrained(convert_(vit()).model, tmp_path / 'model')
 
 
 def change(folder, part, entries):

@@ -145,8 +145,7 @@ def test_a_whole_forward_pass_may_run_inside_a_backward_pass(vit, images, reentr
 
 def test_distillation_with_merged_tokens_follows_all_tokens(vit, images):
     teacher = vit()
-    student = copy.deepcopy(teacher)
-    convert_(student, tokens=0.5)
+    student = convert_(copy.deepcopy(teacher), tokens=0.5).model
     task = TrajectoryDistillationTask(student, teacher, verbose=False).train()
     before = task(images, None)['loss']
     fit(task, [(images, torch.tensor([0, 1]))], epochs=20, opt='adam', lr=1e-3, progress=False)

@@ -23,12 +23,11 @@ from conftest import TINY, pair, snapshot
 from timm_odevit import Recipe, convert_, save_pretrained, train
 from timm_odevit.cli import main
 from timm_odevit.data import read
-from timm_odevit.data.batches import DataConfig
 from timm_odevit.data.sources import taken
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.loop import Trainer
-from timm_odevit.training.recipe import FIT, PARTS, Stage, builtin_recipes
+from timm_odevit.training.recipe import PARTS, Stage, builtin_recipes
 from timm_odevit.training.stages import _names_of, adapted
 
 HUB = Path(__file__).parent.parent / 'hub'
@@ -87,9 +86,8 @@ def test_a_change_that_no_stage_would_use_is_an_error():
     assert changed.fit['clip_grad'] is None and changed.fit_of(changed.stages[0]).clip_grad is None and 'lr' not in changed.fit
 
 
-@pytest.mark.parametrize('section, keys', [('loss', LossConfig.names()), ('fit', FIT), ('data', DataConfig.names())])
-def test_every_unknown_key_is_an_error_that_names_the_keys(section, keys):
-    assert keys
+@pytest.mark.parametrize('section', ['loss', 'fit', 'data'])
+def test_every_unknown_key_is_an_error(section):
     for where in ({section: {'nothing': 1}}, {'stages': [{section: {'nothing': 1}}]}, {'nothing': 1}, {'ode': {'nothing': 1}}):
         with pytest.raises(ValueError, match=f"unknown key '{section if section == 'data' and 'stages' in where else 'nothing'}'"):
             recipe(**where)

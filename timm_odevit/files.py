@@ -52,15 +52,14 @@ def staged(folder: Path, *names: str) -> Iterator[Path]:
     is absent while the first is replaced. After an exception in the block, the old files are there.
     """
     with locked(folder, 'save', _WAIT):
+        for other in folder.glob(f'{OWN}save-*'):  # of a process that was killed
+            shutil.rmtree(other, ignore_errors=True)
         aside = Path(tempfile.mkdtemp(prefix=f'{OWN}save-', dir=folder))
         try:
             yield aside
             for name in names:
                 with open(aside / name, 'rb+') as file:
                     os.fsync(file.fileno())
-            for other in folder.glob(f'{OWN}save-*'):  # of a process that was killed
-                if other.name != aside.name:  # aside may be absolute where folder is not
-                    shutil.rmtree(other, ignore_errors=True)
             last = folder / names[-1]
             if len(names) > 1 and last.is_file() and last.read_bytes() != (aside / last.name).read_bytes():
                 last.unlink()

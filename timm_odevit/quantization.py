@@ -41,7 +41,7 @@ def in_groups(tensor: Tensor, bits: int = BITS) -> Coded:
     zero = (-low / scale.float()).round().clamp(max=top)
     codes = (groups / scale.float() + zero).round().clamp(0, top)
     codes += (codes == top - 1) & (groups == high)  # so that what is rounded has the same scale
-    return Coded(codes.to(torch.uint8), scale, zero.to(torch.uint8))
+    return Coded(codes.byte(), scale, zero.byte())
 
 
 def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -115,7 +115,9 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
         x = x.flatten(0, -2)
         moments[layer.weight] = moments.get(layer.weight, 0.) + x.T @ x
 
-    with torch.no_grad(), evaluating(model), ExitStack() as hooks:
+    kind = next(model.parameters()).device.type
+    eager = torch.compiler.set_stance('force_eager')  # so that hooks run
+    with torch.no_grad(), evaluating(model), eager, torch.autocast(kind, enabled=False), ExitStack() as hooks:
         for layer in model.modules():
             patches = isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride and layer.groups == 1
             if isinstance(layer, nn.Linear) or patches:

@@ -80,7 +80,7 @@ default_cfgs = generate_default_cfgs({
 def _register(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None) -> None:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
         tag = kwargs.get('pretrained_cfg')
-        own = {'ode_steps': _STEPS[tag]} if isinstance(tag, str) and tag in _STEPS else {}
+        own = {'ode_steps': _STEPS[tag]} if (tag := str(tag)) in _STEPS else {}
         return _create(name, base, pretrained, **{**(ode or {}), **base_args, **own, **kwargs})
     create.__name__ = create.__qualname__ = name
     globals()[name] = register_model(create)
@@ -97,7 +97,7 @@ def odevit_converted(
 ) -> nn.Module:
     """From the timm name of the base; takes the base's keywords and ode_*."""
     source: Any = None
-    with suppress(RuntimeError):  # an unknown tag
+    with suppress(AttributeError, RuntimeError):  # an unknown tag
         source = timm.is_model(base) and resolve_pretrained_cfg(base)
     if not source or base.startswith('odevit_'):
         raise ValueError(f'Unknown base {shown(base)}. Give the timm name of the original model.')
@@ -133,7 +133,7 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
     """The file with the weights, if any; what a config.json describes is first built on the meta device."""
     cfg: Any = kwargs.get('pretrained_cfg')
     source, saved = cfg.get('source') if isinstance(cfg, dict) else '', kwargs.get('pretrained_model_args', {})
-    where = source and cfg['file' if source == 'local-dir' else 'hf_hub_id']
+    where = source and cfg.get('file' if source == 'local-dir' else 'hf_hub_id')
     if where:
         check_args(where, cfg, saved)
     resolved = resolve_pretrained_cfg(variant, cfg, kwargs.get('pretrained_cfg_overlay')) if pretrained else None
@@ -172,9 +172,8 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
     sites = find_stages(model)
     orders, inside = [kinds(site.blocks) for site in sites], tuple(site.prefix for site in sites)
     needed = [1 + max(map(order.index, order)) for order in orders]  # blocks, from the first, that include every kind
-    ways: tuple[dict[str, Any], ...] = (
-        {'depth': needed[0]}, {'depths': tuple(needed)}, {'num_blocks': needed[0]}, {})
-    for fewer in ways:
+    fewer: Any
+    for fewer in ({'depth': needed[0]}, {'depths': tuple(needed)}, {'num_blocks': needed[0]}, {}):
         try:
             few = timm.create_model(base, **{**kwargs, **fewer})
         except (AssertionError, TypeError, ValueError):  # of a base whose settings for each block fix its depth

@@ -60,7 +60,7 @@ def teacher_of(name):
 def follow(image, name, steps):
     """Probabilities [K + 1, classes] at t = 0 ... T, attention of the class token [K, side, side], times [K + 1]."""
     model, _, transform = load(name)
-    with flow_of(with_steps(model, int(steps)), transform(image)[None]) as flow:
+    with flow_of(with_steps(model, max(int(steps), len(model.blocks.shared.phases))), transform(image)[None]) as flow:
         probabilities = torch.cat([flow.logits(x).softmax(-1) for x in flow.states()])
         seen = attention_over_time(flow)
     attention = seen.attention[0, :, seen.prefix:].unflatten(1, model.patch_embed.grid_size)
@@ -88,7 +88,7 @@ def draw_attention(picture, attention, times):
     for axes, i in zip(others, chosen, strict=False):
         drawn = axes.imshow(attention[i].numpy(), cmap='magma', vmin=0, vmax=float(attention.max()))
         axes.set_title(f't = {times[i]:.3g}', fontsize=9)
-    for axes in (first, *others):
+    for axes in figure.axes:
         axes.axis('off')
     figure.colorbar(drawn, ax=[first, *others], shrink=0.8, label='attention')
     return figure

@@ -14,6 +14,11 @@ DATASETS = {'cifar100': 'CIFAR-100', 'cifar10': 'CIFAR-10'}
 PLAIN = 'odevit_tiny_native_three_patch16_128.deit_tiny_'  # have as many parameters as hub/runs/plain.json
 
 
+def read(name):
+    """The tree of a record of hub/."""
+    return json.loads((HUB / name).read_text())
+
+
 def dataset_of(name):
     """'CIFAR-10' for 'deit_tiny_patch16_64.cifar10' and for 'odevit_tiny_native_patch16_64.deit_tiny_cifar10'."""
     return DATASETS[name.replace('.', '_').rsplit('_', 1)[-1]]
@@ -36,13 +41,13 @@ def opening(name, record, steps):
     share = '' if row['kept'] is None else f", {row['kept']:.0f} % of its teacher's"
     said = [f"**{row['top1']:.1f} % top-1** with K = {steps}{share}; {row['parameters'] / 1e6:.2f} million parameters; "
             f"trained with K = {', '.join(map(str, record['trained_at']))}."]
-    files = {r['name']: r for group in json.loads((HUB / 'verdict.json').read_text())['groups'] for r in group['rows']}
+    files = {r['name']: r for group in read('verdict.json')['groups'] for r in group['rows']}
     names = (f'{name}, int8, K = {steps}', f'{teacher_of(name)}, int8')
     if all(each in files for each in names):
         said.append('As int8, it takes {:.2f} MB and has {:.1f} %, DeiT-tiny {:.2f} MB and {:.1f} %.'.format(
             *(files[each][key] for each in names for key in ('mb', 'value'))))
     if name.startswith(PLAIN):
-        plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
+        plain = read('runs/plain.json')[1]
         said.append(f"A plain ViT of as many parameters ({plain['steps']} of an earlier teacher's blocks, each used "
                     f"once), trained once by the same script, has {plain['top1']:.1f} %, with "
                     f"1/{steps // plain['steps']} of the operations.")
@@ -50,12 +55,12 @@ def opening(name, record, steps):
 
 
 def card(folder):
-    record = json.loads((folder / 'results.json').read_text())
+    record = read(folder.absolute() / 'results.json')
     model = timm.create_model(f'local-dir:{folder}')
     dataset = dataset_of(folder.name)
     pixels, images, epochs = model.patch_embed.img_size[0], record['test'][0]['images'], record.get('epochs')
     was, published = record['test'][0]['top1'], HUB / teacher_of(folder.name) / 'results.json'
-    now = json.loads(published.read_text())['test'][0]['top1'] if published.exists() else was
+    now = read(published)['test'][0]['top1'] if published.exists() else was
     earlier = f', before the published one, to {was:.1f} % of the test images'
     scratch = not any(row['model'] == 'teacher' for row in record['test']) and bool(find_ode_blocks(model))
     if find_ode_blocks(model):

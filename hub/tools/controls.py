@@ -4,6 +4,7 @@
     python hub/tools/controls.py wrn held.npz wrn.json 30          train a WRN-16-2 at 32 px by its logits, 30 minutes
     python hub/tools/controls.py narrow held.npz narrow.json 30 1  a ViT with 64 channels, of 0.61 M parameters; seed 1
 """
+import json
 import sys
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from timm.task import LogitDistillationTask
 from timm_odevit import evaluate, fit, save_pretrained
 from timm_odevit.data.batches import DataConfig
 from timm_odevit.data.read import read_data
+from timm_odevit.files import to_json, write_text
 from timm_odevit.saving.save import describe
+from timm_odevit.shrinking.candidates import operations
 from timm_odevit.shrinking.material import plain_student
 
 name, *rest = sys.argv[1:]
@@ -35,5 +38,8 @@ else:
         student = timm.create_model('deit_tiny_patch16_128', embed_dim=64, depth=11, num_heads=2, num_classes=100)
     images = read_data(data, teacher, DataConfig(batch_size=64), held_out=0.)
     task = LogitDistillationTask(student, teacher, distill_loss_weight=1., task_loss_weight=0.1, verbose=False)
-    fit(task, images.train, minutes=float(minutes), opt='adamw', lr=2e-3, warmup_epochs=0.5, seed=int(seed))
-    Path(out).write_text(evaluate(student.eval(), images.test).to_json())
+    fit(task, images.train, minutes=float(minutes), opt='adamw', lr=2e-3, warmup_epochs=0.5, seed=int(seed),
+        amp='bfloat16')
+    row, = json.loads(evaluate(student.eval(), images.test).to_json())
+    row['operations'] = operations(student, next(iter(images.test))[0][:1])
+    write_text(Path(out), to_json([row]))

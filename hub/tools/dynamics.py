@@ -124,10 +124,9 @@ def relations(numbers, correct, comparisons, resamples=10_000, seed=0):
 def measure(model, teacher, loader, many, path, images, models):
     """Each measure of one model: a file of its own, or that of an earlier run."""
     def relate():
-        numbers, correct = signals(model, loader, None if model is teacher else teacher)
-        each = {name: json.loads((path / f'{name}.json').read_text())['found']['values']
-                for name in ('exponents', 'class_token')}
-        found = {**numbers, **each}
+        found, correct = signals(model, loader, None if model is teacher else teacher)
+        for name in ('exponents', 'class_token'):
+            found[name] = json.loads((path / f'{name}.json').read_text())['found']['values']
         return relations(found, correct, len(found) * models)
     chosen = {
         'spectral_norms': lambda: odevit.spectral_norms(model), 'exponents': lambda: exponents(model, images),

@@ -1,12 +1,13 @@
 """The tables and pictures of README.md from the records in hub/; `python hub/tools/table.py --write` puts them in."""
-import json
 import math
-from pathlib import Path
+import sys
 
-from cards import dataset_of
+from cards import HUB, dataset_of, read
 from matplotlib.figure import Figure
 
-HUB = Path(__file__).parent.parent
+sys.path.append(str(HUB.parent / 'examples'))
+from generate import rows
+
 # trained from scratch at 32 px on CIFAR-100: 10^6 parameters, 10^6 multiply-adds, top-1 %
 # Sources: chenyaofo/pytorch-cifar-models, SHI-Labs/Compact-Transformers, sunshangquan/logit-standardization-KD
 SCRATCH = {'ResNet-20': (0.28, 41, 68.8), 'CCT-2/3x2': (0.28, 33, 66.9), 'CCT-4/3x2': (0.48, 46, 70.5),
@@ -25,16 +26,10 @@ WORDS = {'odevit_tiny_native': 'one block', 'odevit_tiny_native_three': 'three b
          'odevit_tiny': "the paper's block"}
 
 
-def rows(heads, lines):
-    """A table in Markdown."""
-    return '\n'.join([f"| {' | '.join(heads)} |", '|' + ' --- |' * len(heads),
-                      *(f"| {' | '.join(line)} |" for line in lines)]) + '\n'
-
-
 def published():
     """Name, record, and what was found on the test images by number of steps, of each published model."""
     for path in sorted(HUB.glob('*/results.json'), key=lambda path: (dataset_of(path.parent.name), path.parent.name)):
-        record = json.loads(path.read_text())
+        record = read(path)
         yield path.parent.name, record, {r['steps']: r for r in record['test'] if r['model'] != 'teacher'}
 
 
@@ -62,23 +57,22 @@ def models():
 def which():
     """The published models as files, in the terms of `odevit shrink`; hub/verdict.json has a few more."""
     lines, trained = [], {name: record['trained_at'] for name, record, _ in published()}
-    for group in json.loads((HUB / 'verdict.json').read_text())['groups']:
-        for row in group['rows']:
-            name, *more = row['name'].split(', ')
-            worse = 'int8' if 'three' in name else '4 bits'  # of students for any K: three blocks lose little by 4 bits
-            if row['kind'] == 'student' and ('native' not in name or (len(trained[name]) > 1 and worse in more)):
-                continue
-            ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], group['rows'][0]['ms'], strict=True)]
-            words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
-                     "[three of DeiT-tiny's blocks](hub/TRAINING.md#three-blocks-on-a-gpu)")
-            lines.append([words, ', '.join(more) or 'float32',
-                          f"{row['parameters'] / 1e6:.2f}", f"{row['mb']:.2f}", f"{row['value']:.1f}", *ratios,
-                          f"{row['operations']:.0f}"])
+    group, = read('verdict.json')['groups']
+    for row in group['rows']:
+        name, *more = row['name'].split(', ')
+        worse = 'int8' if 'three' in name else '4 bits'  # of students for any K: three blocks lose little by 4 bits
+        if row['kind'] == 'student' and ('native' not in name or (len(trained[name]) > 1 and worse in more)):
+            continue
+        ratios = [f'{ms / of:.2f}' for ms, of in zip(row['ms'], group['rows'][0]['ms'], strict=True)]
+        words = (f'[{in_words(name, trained[name])}](hub/{name}/README.md)' if name in trained else
+                 "[three of DeiT-tiny's blocks](hub/TRAINING.md#three-blocks-on-a-gpu)")
+        lines.append([words, ', '.join(more) or 'float32', f"{row['parameters'] / 1e6:.2f}", f"{row['mb']:.2f}",
+                      f"{row['value']:.1f}", *ratios, f"{row['operations']:.0f}"])
     return rows(['model', 'file', '10⁶ parameters', 'MB', 'top-1 %', 'time, batch 1', 'batch 32', '10⁶ multiply-adds'],
                 lines)
 
 
-def idea(path):
+def idea():
     """Draw what happens to the blocks, and the accuracy of one block with any number of steps."""
     from matplotlib.patches import FancyBboxPatch
     left, right = (drawing := Figure(figsize=(9, 3.3), layout='constrained')).subplots(1, 2, width_ratios=(1.05, 1))
@@ -104,7 +98,7 @@ def idea(path):
     left.text(8.8, 0.7, '1/4 of the parameters', ha='center', va='top', fontsize=7)
 
     for name, (color, shift, steps) in SHOWN.items():
-        record = json.loads((HUB / name / 'results.json').read_text())
+        record = read(f'{name}/results.json')
         teacher, *found = sorted(record['test'], key=lambda r: r['model'] != 'teacher')
         share = found[0]['parameters'] / teacher['parameters']
         if len(record['trained_at']) == 1:  # it has no other
@@ -124,16 +118,14 @@ def idea(path):
     right.legend(fontsize=7.5, loc='lower right')
     right.set(xlabel='number of steps K', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log',
               ylim=(56, 87), xlim=(2.5, 125))
-    right.set_xticks(ticks := (3, 6, 12, 24, 48, 100), [str(tick) for tick in ticks])
-    right.minorticks_off()
-    right.grid(alpha=0.3)
-    drawing.savefig(path, dpi=130)
+    ticks(right, (3, 6, 12, 24, 48, 100))
+    return drawing
 
 
-def frontier(path):
+def frontier():
     """Draw accuracy against the size of the file."""
     axes = (drawing := Figure(figsize=(7.5, 4), layout='constrained')).subplots()
-    group, = json.loads((HUB / 'verdict.json').read_text())['groups']
+    group, = read('verdict.json')['groups']
     marks, points = {'float32': 's', 'int8': 'o', '4 bits': '^'}, []
     for row in group['rows']:
         name, file, *steps = *row['name'].split(', '), *['float32'] * (', ' not in row['name'])
@@ -144,44 +136,42 @@ def frontier(path):
             axes.plot(row['mb'], row['value'], marks[file], color=color, markersize=6, zorder=3)
             points.append((f'{words}, {file}', color, row['mb'], row['value']))
     axes.set(xlabel='file, MB', ylabel='top-1 accuracy on CIFAR-100, %', xscale='log', xlim=(0.2, 70), ylim=(66, 86))
-    axes.set_xticks(ticks := (0.4, 0.7, 1, 2, 4, 8, 20), [f'{tick:g}' for tick in ticks])
-    axes.minorticks_off()
-    axes.grid(alpha=0.3)
+    ticks(axes, (0.4, 0.7, 1, 2, 4, 8, 20))
     place_labels(axes, points, '')
-    drawing.savefig(path, dpi=130)
+    return drawing
 
 
-def compare(path):
+def compare():
     """Draw accuracy against parameters and against multiply-adds on CIFAR-100, with small models by others."""
     drawing = Figure(figsize=(9, 3.8), layout='constrained')
     points = [(name, RED, *values) for name, values in SCRATCH.items()]
-    groups = json.loads((HUB / 'verdict.json').read_text())['groups']
-    for group in groups:
-        for row in group['rows'] if group['data'] == 'cifar100' else ():
-            if '4 bits' in row['name']:
-                continue
-            name, *file = row['name'].split(', ')
-            if name.partition('_patch')[0] in WORDS and file != ['int8']:  # the teacher as it is, and students
-                record = json.loads((HUB / name / 'results.json').read_text())
-                found = {r['steps']: r['top1'] for r in record['test'] if r['model'] != 'teacher'}
-                _, _, steps = (file[-1] if file else '').partition('K = ')
-                words = in_words(name, record['trained_at']).replace('any K', f'K = {steps}')
-                words = WORDS['odevit_tiny'] if words.startswith(WORDS['odevit_tiny']) else words
-                points.append((words, BLUE if steps else GREY, row['parameters'] / 1e6, row['operations'],
-                               found[int(steps) if steps else None]))
-            elif name == 'plain':
-                plain = json.loads((HUB / 'runs' / 'plain.json').read_text())[1]
-                points.append(('3 plain blocks', GREEN, row['parameters'] / 1e6, row['operations'], plain['top1']))
-    for axes, column, label, ticks in zip(
+    group, = read('verdict.json')['groups']
+    for row in (each for each in group['rows'] if '4 bits' not in each['name']):
+        name, *file = row['name'].split(', ')
+        size = row['parameters'] / 1e6, row['operations']
+        if name.partition('_patch')[0] in WORDS and file != ['int8']:  # the teacher as it is, and students
+            record = read(f'{name}/results.json')
+            found = {r['steps']: r['top1'] for r in record['test'] if r['model'] != 'teacher'}
+            _, _, steps = (file[-1] if file else '').partition('K = ')
+            words = in_words(name, record['trained_at']).replace('any K', f'K = {steps}')
+            words = WORDS['odevit_tiny'] if words.startswith(WORDS['odevit_tiny']) else words
+            points.append((words, BLUE if steps else GREY, *size, found[int(steps) if steps else None]))
+        elif name == 'plain':
+            points.append(('3 plain blocks', GREEN, *size, read('runs/plain.json')[1]['top1']))
+    for axes, column, label, marks in zip(
             drawing.subplots(1, 2, sharey=True), (2, 3), ('parameters, 10⁶', 'multiply-adds of an image, 10⁶'),
             ((0.25, 0.5, 1, 2, 4, 8), (25, 50, 100, 200, 400, 800)), strict=True):
-        axes.set(xlabel=label, xscale='log', xlim=(0.5 * ticks[0], 3 * ticks[-1]), ylim=(60, 87))
-        axes.set_xticks(ticks, [f'{tick:g}' for tick in ticks])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
+        axes.set(xlabel=label, xscale='log', xlim=(0.5 * marks[0], 3 * marks[-1]), ylim=(60, 87))
+        ticks(axes, marks)
         place_labels(axes, [(point[0], point[1], point[column], point[4]) for point in points])
     drawing.axes[0].set_ylabel('top-1 accuracy on CIFAR-100, %')
-    drawing.savefig(path, dpi=130)
+    return drawing
+
+
+def ticks(axes, values):
+    axes.set_xticks(values, [f'{value:g}' for value in values])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
 
 
 def place_labels(axes, points, mark='o'):

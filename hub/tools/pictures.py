@@ -1,12 +1,13 @@
 """Draw pictures of hub/pictures/ for `python hub/tools/table.py --write`. Those in b17a7c4 and 9508f57 drew others."""
 import io
-import json
-from pathlib import Path
+from statistics import mean, stdev
 
+from cards import HUB, read
+from first_page import ticks
 from matplotlib.figure import Figure
 from PIL import Image
+from scipy.stats import t
 
-HUB = Path(__file__).parent.parent
 MODELS = {
     'deit_tiny_patch16_128.cifar100': ('teacher', 'black'),
     'odevit_tiny_native_three_patch16_128.deit_tiny_cifar100': ('three blocks, any K', 'C2'),
@@ -16,26 +17,18 @@ MODELS = {
     'odevit_tiny_native_patch16_128.deit_tiny_k6_cifar100': ('one block, K = 6', 'C3'),
     'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
-OTHERS = {'plain3': ('three plain blocks', 'C7')}  # whose dynamics were not measured
-OWN = {'plain3': '3'}  # K, where a label has none
+OTHERS = {'plain3': ('three plain blocks', 'C7')}  # whose dynamics were not measured, with K = 3
+DESIGNS = {'plain': 'K blocks of the teacher, each once', 'one': 'one block', 'three': 'three blocks',
+           'two': 'two blocks, residuals of rank 11', 'narrow': 'a ViT with 64 channels', 'wrn': 'WRN-16-2 at 32 px',
+           'stepwise': ', stepwise first', 'corrupt': ', corrupted', 'late': ', corrupted late', 's': ''}
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'exponents': 'largest exponent',
     'class_token': 'that of the class token', 'distance': 'distance from the teacher'}
 
 
-def read(name):
-    """The tree of a record of hub/."""
-    return json.loads((HUB / name).read_text())
-
-
 def sheet(width, height, columns=1, rows=1, **kwargs):
     figure = Figure(figsize=(width, height), dpi=150, layout='constrained')
     return figure, figure.subplots(rows, columns, **kwargs)
-
-
-def ticks(axes, values):
-    axes.set_xticks(values, [f'{value:g}' for value in values])
-    axes.minorticks_off()
 
 
 def auroc():
@@ -79,7 +72,7 @@ def robustness():
     summary = read('robustness.json')['summary']
     figure, (left, right) = sheet(9, 3.8, 2, sharey=True)
     for name, (text, color) in {**MODELS, **OTHERS}.items():
-        rows = {label.partition('K = ')[2] or OWN.get(name, '12'): row for label, row in summary.items()
+        rows = {label.partition('K = ')[2] or ('3' if name in OTHERS else '12'): row for label, row in summary.items()
                 if label.partition(', ')[0] == name}
         steps, lost = [int(steps) for steps in rows], [row['lost'] for row in rows.values()]
         left.plot(steps, lost, 'o-', color=color, label=text)
@@ -94,8 +87,39 @@ def robustness():
     return figure
 
 
+def by_design(folder):
+    """What the seeds of a design gave, by minutes, words and K, of hub/lab/."""
+    found = {}
+    for path in sorted((HUB / 'lab' / folder).glob('*.json')):
+        name, *more, minutes = path.stem.split('-')
+        results = read(path)
+        own = next((row for row in results if name.endswith(str(row['steps']))), results[0])
+        words = ''.join(DESIGNS[each.rstrip('0123456789')] for each in (name, *more))
+        found.setdefault((int(minutes), words, own['steps']), []).append(own)
+    return found
+
+
+def controls():
+    group, = read('verdict.json')['groups']
+    counted = {int(row['name'].rpartition(' ')[2]): row['operations'] for row in group['rows'] if 'K' in row['name']}
+    figure, panels = sheet(9, 4, 2, sharey=True)
+    for (_, words, steps), found in by_design('controls').items():
+        top1, row = [each['top1'] for each in found], found[0]
+        half = t.ppf(0.975, len(top1) - 1) * stdev(top1) / len(top1) ** 0.5 if len(top1) > 1 else None
+        for axes, x in zip(panels, (row['parameters'] / 1e6, row.get('operations') or counted[steps]), strict=True):
+            axes.errorbar(x, mean(top1), half, fmt='o', capsize=3)
+            axes.annotate(f'{words}, K = {steps}' if steps else words, (x, mean(top1)), (5, 4),
+                          textcoords='offset points', fontsize=7)
+    panels[0].set(xlabel='parameters, 10⁶ (two bytes each in float16)', ylabel='top-1 accuracy on CIFAR-100, %')
+    panels[1].set(xlabel='multiply-adds of an image, 10⁶')
+    for axes, marks in zip(panels, ((0.5, 1, 2, 3), (50, 100, 200, 400)), strict=True):
+        axes.set(xscale='log', xlim=(0.8 * marks[0], 2.5 * marks[-1]))
+        ticks(axes, marks)
+    return figure
+
+
 def draw():
-    for make in (auroc, agreement, robustness):
+    for make in (auroc, agreement, robustness, controls):
         figure = make()
         for axes in figure.axes:
             axes.grid(alpha=0.3)

@@ -10,13 +10,14 @@ top-1 on the images held out of training.
 import argparse
 import copy
 import json
+import re
 import shutil
 import tempfile
 from pathlib import Path
 
 import timm
 import torch
-from cards import EARLIER, card, dataset_of
+from cards import EARLIER, HUB, card, dataset_of
 
 import timm_odevit
 from timm_odevit import Recipe, evaluate, save_pretrained
@@ -25,13 +26,8 @@ from timm_odevit.data.read import read_data
 from timm_odevit.ode.blocks import find_ode_blocks
 from timm_odevit.saving.save import save_reference
 
-HUB = Path(__file__).parent.parent
 STEPS = (1, 2, 3, 4, 5, 6, 8, 12, 24, 48, 100)
 LIMIT = 16 * 2 ** 20
-
-
-def measure(model, images, teacher=None, steps=None):
-    return json.loads(evaluate(model, images, steps=steps, teacher=teacher).to_json())
 
 
 def trained(rows, model):
@@ -39,7 +35,7 @@ def trained(rows, model):
     return next(r for r in rows if r['model'] != 'teacher' and (not blocks or r['steps'] == blocks[0].steps))
 
 
-def before(published):
+def before(published, name):
     """Commands, recipes, epochs, and minutes by device of the student that a run continued."""
     if published is None:
         return [], [], 0, []
@@ -48,7 +44,8 @@ def before(published):
     if len(recipes) > len(EARLIER):
         raise SystemExit(f'{len(recipes)} earlier recipes are too many; at most {len(EARLIER)} are kept.')
     last = EARLIER[len(recipes) - 1]
-    commands = [record['command'].replace(f'{published.name}/recipe.yaml', f'{published.name}/{last}')]
+    command = re.sub(rf'hub/(runs/\S+|{published.name}/recipe)[.]yaml', f'hub/{name}/{last}', record['command'])
+    commands = [command.replace(f'hub/{published.name}/', f'hub/{name}/')]
     spans = [*record.get('before', []), {key: record[key] for key in ('minutes', 'device')}]
     return commands, recipes, record['epochs'], spans
 
@@ -81,18 +78,16 @@ def main():
         trained_at = list(recipe.trained_at(model.blocks.steps))
     data = read_data(args.data, model, DataConfig(batch_size=128), held_out=recipe.batches.held_out)
     half = copy.deepcopy(model).half().float()  # rounded
-    full, rounded = (trained(measure(m, data.val), m)['top1'] for m in (model, half))
+    full, rounded = (trained(json.loads(evaluate(m, data.val).to_json()), m)['top1'] for m in (model, half))
     stored = model if rounded < full - 0.05 else copy.deepcopy(half).half()
-    commands, recipes, epochs, spans = before(args.earlier)
+    commands, recipes, epochs, spans = before(args.earlier, args.name)
     spans += [span for _, span in begun]
     args.hub.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=args.hub) as temp:  # hub/NAME changes only when all is there
         aside = Path(temp, args.name)
-        names = {'label_names': list(data.classes)} if data.classes else {}
-        stored.pretrained_cfg = {**stored.pretrained_cfg, **names}
         save_pretrained(stored, aside)
         published = timm.create_model(f'local-dir:{aside}', pretrained=True).eval()
-        rows = measure(published, data.test, teacher, steps)
+        rows = json.loads(evaluate(published, data.test, steps=steps, teacher=teacher).to_json())
         size = (aside / 'model.safetensors').stat().st_size
         if size > LIMIT:
             raise SystemExit(f'The weights take {size / 2 ** 20:.1f} MiB; at most 16 MiB are allowed.')

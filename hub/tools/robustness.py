@@ -110,8 +110,7 @@ def transfer(model, data):
                 at = [round(len(flow.maps) * share / 3) for share in (1, 2, 3)]
                 rows.append(torch.stack([model.forward_head(model.norm(states[k]), pre_logits=True) for k in at]))
         return torch.cat(rows, 1), torch.cat([labels for _, labels in loader])
-    config = DataConfig(batch_size=50)
-    both = read_data(data, model, config, held_out=0, any_classes=True)
+    both = read_data(data, model, DataConfig(batch_size=50), held_out=0, any_classes=True)
     (known, theirs), (asked, ours) = (features(list(islice(part, count // 50))) for part, count in (
         (both.plain(), LEARN), (both.test, ASK)))
     return {kind.__name__[:-9]: [kind(asked[at], ours, known[at], theirs) for at in range(3)]
@@ -147,7 +146,7 @@ def main():
     x, y = images[:2000], labels[:2000]
     part('clean', judged)
     for index, cell in enumerate(tqdm(CORRUPTIONS)):
-        if len(done.get(cell, ())) < len(models):
+        if not models.keys() <= done.get(cell, {}).keys():
             np.random.seed(index)
             chosen = torch.from_numpy(np.random.permutation(len(labels))[:IMAGES])
             x, y = corrupted(images[chosen], cell), labels[chosen]

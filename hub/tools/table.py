@@ -3,38 +3,35 @@
     python hub/tools/table.py            print them
     python hub/tools/table.py --write    put them between their marks, draw hub/pictures/*.png, and write the cards
 """
-import json
 import re
 import sys
 from fnmatch import fnmatch
 from functools import partial
-from pathlib import Path
+from statistics import mean
 
 import cards
+from cards import HUB, read
 from first_page import compare, frontier, idea, in_words, models, published, rows, which
-from pictures import MODELS, OTHERS, draw
+from generate import put
+from pictures import MODELS, OTHERS, by_design, draw
 
-HUB = Path(__file__).parent.parent
 README = HUB.parent / 'README.md'
 RESULTS, SPEED, DYNAMICS, TRAINING = (HUB / f'{page}.md' for page in ('RESULTS', 'SPEED', 'DYNAMICS', 'TRAINING'))
 # models that were timed and are not published, as hub/SPEED.md names them
-TIMED = {
-    'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
-    'local-dir:out/paper': "the paper's block"}
+TIMED = {'vit_tiny_patch16_224': 'vit_tiny, 12 blocks', 'local-dir:out/native': 'one block',
+         'local-dir:out/paper': "the paper's block"}
 
 
 def speed(name):
     """What `odevit benchmark --json` wrote: a row per model, two columns per batch size."""
-    record = json.loads((HUB / 'speed' / f'{name}.json').read_text())
-    found = {}
+    record, found = read(f'speed/{name}.json'), {}
     for r in record['timings']:
         found.setdefault(r['name'], []).append(r)
     heads = [f"batch {r['batch_size']}: {what}" for r in next(iter(found.values())) for what in ('ms', 'ratio')]
     lines = []
     for model, timings in found.items():
         base, *state = model.split(', ')
-        if not state and timings[0]['evaluations']:
-            state = [f"K = {timings[0]['evaluations']:g}"]
+        state = state or ([f"K = {timings[0]['evaluations']:g}"] if timings[0]['evaluations'] else [])
         title = ', '.join([TIMED.get(base) or in_words(base, None), *state])
         lines.append([title] + [cell for r in timings for cell in (
             f"{1000 * r['seconds']:.1f} ± {50 * r['iqr'] / r['seconds']:.0f} %", f"{r['ratio']:.2f}")] + [
@@ -52,17 +49,9 @@ def trained():
     return rows(['model', 'data', 'epochs', 'minutes'], lines)
 
 
-def records():
-    """What hub/tools/dynamics.py measured, by model and measure; the teacher comes first."""
-    found = {}
-    for path in sorted((HUB / 'dynamics').glob('*/*.json')):
-        found.setdefault(path.parent.name, {})[path.stem] = json.loads(path.read_text())
-    return found
-
-
 def robustness():
     """The points that corruptions cost, of a teacher and its students."""
-    record, lines = json.loads((HUB / 'robustness.json').read_text()), []
+    record, lines = read('robustness.json'), []
     for label, row in record['summary'].items():
         name, *steps = label.split(', ')
         clean, words = record['clean'][label], {**MODELS, **OTHERS}[name][0].partition(', K')[0]
@@ -75,9 +64,10 @@ def robustness():
 
 
 def per_model(heads, cells):
-    """A row for each model, with the cells that a function makes of what was found by measure."""
-    return rows(['model', *heads], [[MODELS[name][0], *cells({key: m['found'] for key, m in measures.items()})]
-                                    for name, measures in records().items()])
+    """A row for each model, the teacher first: the cells of what hub/tools/dynamics.py found, by measure."""
+    return rows(['model', *heads], [
+        [MODELS[folder.name][0], *cells({path.stem: read(path)['found'] for path in folder.glob('*.json')})]
+        for folder in sorted((HUB / 'dynamics').glob('*deit*'))])
 
 
 def spread(found, digits=3):
@@ -101,20 +91,14 @@ def constants():
     return per_model(heads, cells)
 
 
-DESIGNS = {'plain': 'K blocks of the teacher, each once', 'one': 'one block', 'three': 'three blocks',
-           'two': 'two blocks, residuals of rank 11', 'narrow': 'a ViT with 64 channels', 'wrn': 'WRN-16-2 at 32 px',
-           'stepwise': ', stepwise first', 'corrupt': ', corrupted', 'late': ', corrupted late', 's': ', another seed'}
-
-
 def designs(folder):
-    found = []
-    for path in (HUB / 'lab' / folder).glob('*.json'):
-        name, *more, minutes = path.stem.split('-')
-        results = json.loads(path.read_text())
-        own = next((row for row in results if name.endswith(str(row['steps']))), results[0])
-        words = ''.join(DESIGNS[each.rstrip('0123456789')] for each in (name, *more))
-        found.append([minutes, words, f"{own['steps'] or ''}", f"{own['top1']:.1f}"])
-    return rows(['minutes', 'student', 'K', 'top-1 %'], sorted(found, key=lambda row: (int(row[0]), -float(row[3]))))
+    lines = []
+    for (minutes, words, steps), found in by_design(folder).items():
+        top1 = [row['top1'] for row in found]
+        seeds = f' ({min(top1):.1f} to {max(top1):.1f}, {len(top1)} seeds)' if len(top1) > 1 else ''
+        lines.append([f'{minutes}', words, f"{steps or ''}", f'{mean(top1):.1f}{seeds}'])
+    return rows(['minutes', 'student', 'K', 'top-1 %'],
+                sorted(lines, key=lambda row: (int(row[0]), -float(row[3].partition(' ')[0]))))
 
 
 TABLES = {
@@ -129,7 +113,7 @@ PAGES = (README, *sorted([*HUB.glob('*.md'), *HUB.glob('lab/*.md'), *HUB.parent.
 def look_up(source, path):
     """A number in a record of hub/: `*three*k6*:test/steps=6/top1` is of the one published model of such a name."""
     record, = HUB.glob(source if source.endswith('.json') else f'{source}/results.json')
-    found = json.loads(record.read_text())
+    found = read(record)
     for part in path.split('/'):
         if isinstance(found, dict):
             found = found[part]
@@ -146,20 +130,13 @@ def tied(text):
 
 
 def main():
+    put(TABLES, 'hub/tools/table.py')
     if '--write' not in sys.argv:
-        print(*(make() for _, make in TABLES.values()), sep='\n')
         return
-    for name, (path, make) in TABLES.items():
-        marks = re.compile(rf'(<!-- {name}: python hub/tools/table.py -->\n).*?(<!-- end -->)', re.S)
-        text, count = marks.subn(lambda found, make=make: found[1] + make() + found[2], path.read_text())
-        if not count:
-            raise SystemExit(f'{path.name} has no place for the table {name}: {marks.pattern}')
-        path.write_text(text)
     for path in PAGES:
         path.write_text(tied(path.read_text()))
-    idea(HUB / 'pictures' / 'idea.png')
-    frontier(HUB / 'pictures' / 'frontier.png')
-    compare(HUB / 'pictures' / 'compare.png')
+    for make in (idea, frontier, compare):
+        make().savefig(HUB / 'pictures' / f'{make.__name__}.png', dpi=130)
     draw()
     cards.main()
 

@@ -30,11 +30,9 @@ HUB = Path(__file__).parent.parent
 def chosen(tag, plain):
     """Candidates by image size: each teacher, its students with numbers of steps of their training, and a plain one."""
     groups = {}
-    for path in sorted(HUB.glob(f'*{tag}/results.json')):
+    for path in sorted(HUB.glob(f'*deit_tiny*{tag}/results.json')):  # others had no teacher
         name, trained = path.parent.name, json.loads(path.read_text())['trained_at']
         model = timm.create_model(f'local-dir:{path.parent}', pretrained=True).eval()
-        if 'deit_tiny' not in name:
-            continue  # trained from scratch, without a teacher
         group = groups.setdefault(model.patch_embed.img_size[0], [])
         counts = {3, 6} & set(trained) | {find_ode_blocks(model)[0].steps} if trained else {None}
         for steps in sorted(counts, reverse=True):
@@ -43,7 +41,7 @@ def chosen(tag, plain):
                 group.append(each._replace(name=each.name + f', K = {steps}' * bool(steps)))
     if plain is not None:
         model = timm.create_model(f'local-dir:{plain}', pretrained=True).eval()
-        groups[model.patch_embed.img_size[0]] += Candidate('plain', 'plain', model).and_smaller()[1:]
+        groups.get(model.patch_embed.img_size[0], []).extend(Candidate('plain', 'plain', model).and_smaller()[1:])
     return {size: group for size, group in groups.items() if group[0].name.startswith('deit_tiny')}
 
 

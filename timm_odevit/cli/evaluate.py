@@ -228,7 +228,8 @@ def push(args: Any) -> None:
     --card FILE  write the card to a file, and send nothing; a README.md in the folder of the model is sent as it is
     --private  make a new repository private
     """
-    rows = json.loads(Path(args.results).read_text()) if args.results else []
+    check_file(args.card)
+    rows = json.loads(Path(args.results).read_text(errors='replace')) if args.results else []
     about = dict(results=rows, dataset=args.dataset or '', license=args.license)
     source, _, folder = args.model.partition(':')
     as_it_is = source == 'local-dir' and Path(folder, CARD).is_file() and not (args.card or any(about.values()))

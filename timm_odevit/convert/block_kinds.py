@@ -13,6 +13,7 @@ from timm.models.vision_transformer_sam import window_partition, window_unpartit
 from timm.models.xcit import Xcit
 from torch import Tensor, nn
 
+from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..ode.fields import NativeField
 from ..ode.methods import Step
@@ -145,6 +146,12 @@ def find_stages(model: nn.Module) -> list[Site]:
         if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks):
             return [Site(host, prefix)]
     raise cannot_convert(model, 'it has no sequence of transformer blocks')
+
+
+def own_blocks(model: nn.Module) -> list[Any]:
+    """The blocks of a model; of an ODE-ViT, the shared ones, and those that were kept. TypeError as above."""
+    return [block for ode in find_ode_blocks(model) for block in (*ode.before, *ode.shared.phases, *ode.after)] or [
+        block for site in find_stages(model) for block in site.blocks]
 
 
 def class_token_comes_later(model: Any) -> bool:

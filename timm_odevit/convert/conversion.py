@@ -146,11 +146,8 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
     readable = own and isinstance(getattr(model, 'norm', None), nn.Module) and hasattr(model, 'forward_head') and (
         not class_token_comes_later(model))
     ode = OdeBlocks(
-        build_field(config, chosen),
-        config,
-        {k: v for k, v in info[first].items() if k != 'module'} if listed else {},
-        float(first), blocks[:first], blocks[last + 1:],
-        readout=partial(_logits, model) if readable else None,
+        build_field(config, chosen), config, info[first] if listed else {}, float(first), blocks[:first],
+        blocks[last + 1:], readout=partial(_logits, model) if readable else None,
         num_prefix_tokens=prefix_tokens(site.host))
     kept = {module for block in (*ode.before, *ode.after) for module in block.modules()}
     for module in {*ode.modules()} - kept:

@@ -86,7 +86,7 @@ def _check_settings(name: str, sites: list[Site], config: OdeConfig) -> None:
 
 
 def count_in_words(count: int) -> str:
-    return f"{count} shared block{'s' if count > 1 else ''}"
+    return f"{count} shared block{'s' * (count > 1)}"
 
 
 def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> dict[str, str]:

@@ -63,7 +63,7 @@ class DataConfig(Settings):
     def batch_of(self, images: int) -> int:
         """Images per batch of this process, for so many to train on: an even number if they are mixed in pairs."""
         most = max(1, images // rank_and_world()[1])
-        return self.batch_size if self.batch_size <= most else most - (most % 2 if self.mixes and most > 1 else 0)
+        return self.batch_size if self.batch_size <= most else most - most % 2 * (self.mixes and most > 1)
 
 
 def shuffled(count: int, seed: int) -> Tensor:
@@ -151,7 +151,7 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
         raise ValueError(f'Pairs of images are mixed, so batch_size must be even; got {loader.batch_size}.')
     mix = Mixup(mixup_alpha=config.mixup, cutmix_alpha=config.cutmix, label_smoothing=config.smoothing,
                 prob=config.prob if config.mixup or config.cutmix else 0., num_classes=classes)
-    return Mapped(loader, lambda images, labels: mix(images.clone(), labels))
+    return Mapped(loader, lambda images, labels: mix(images.clone(), labels % classes))
 
 
 class ArrayLoader:
@@ -237,7 +237,7 @@ class FileLoader(DataLoader):
         return torch.stack(images), torch.tensor(labels)
 
     def sha256(self) -> str:
-        files = [[*Path(file).parts[-2:], os.path.getsize(file) if os.path.exists(file) else None, label]
+        files = [[*Path(file).absolute().parts[-2:], os.path.getsize(file) if os.path.exists(file) else None, label]
                  for file, label in self.files.samples]
         return hashlib.sha256(json.dumps(files).encode()).hexdigest()
 

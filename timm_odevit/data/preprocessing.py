@@ -144,6 +144,6 @@ def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any
 def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
     """Warn if the classes of some data, which are as many as a model's, have other names."""
     own = class_names(model)
-    if names is not None and own is not None and own != list(names):
+    if names and own and own != list(names):
         warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number.",
                       RuntimeWarning, stacklevel=3)

@@ -57,12 +57,12 @@ def follow(model: Any, images: Any) -> Iterator[Flow]:
     if any(ode.config.adaptive or ode.config.tokens < 1 for ode in find_ode_blocks(model)):
         raise ValueError("With an adaptive method or token merging, a step is no map of the state alone. Set "
                          "model.blocks.method = 'rk4', say, and tokens=1.")
-    blocks = list(getattr(model, 'blocks', ()))
+    blocks = list(getattr(getattr(model, 'encoder', model), 'blocks', ()))
     with evaluating(model), torch.no_grad():
         with watch_blocks([blocks]) as [(states, handed)]:
             logits = model(images)
         if len(states) != len(blocks) + 1 or len({getattr(x, 'shape', None) for x in states}) > 1:
-            raise TypeError(f'A {type(model).__name__} has no single sequence of blocks to follow.')
+            raise TypeError(f'A {type(model).__name__} has no single sequence of blocks.')
         maps = (partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
         times = accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.)
         yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), prefix_tokens(model),

@@ -10,8 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_stages
-from ..ode.blocks import find_ode_blocks
+from ..convert.block_kinds import own_blocks
 from ..settings import integer, one_of
 from .flow import Flow, Images, Jacobian, PerImage, along, noise, norms, over_images
 
@@ -210,9 +209,7 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
         >>> norms = spectral_norms(student)
         >>> print(norms['attn.proj.weight'])
     """
-    odes = find_ode_blocks(model)
-    blocks: list[Any] = [block for ode in odes for block in (*ode.before, *ode.shared.phases, *ode.after)] or [
-        block for site in find_stages(model) for block in site.blocks]
+    blocks = own_blocks(model)
     values: dict[str, float] = {}
     for i, block in enumerate(blocks):
         for name, p in block.named_parameters():

@@ -33,7 +33,7 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
         lengths = torch.stack([norms(move) for move in moves], dim=1)
         angles = [_angle(first, second) for first, second in pairwise(moves)]
         return Geometry(
-            lengths / torch.tensor(flow.lengths()).to(lengths), torch.stack([norms(x) for x in states], dim=1),
+            lengths / lengths.new_tensor(flow.lengths()), torch.stack([norms(x) for x in states], dim=1),
             torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0], flow.clock())
     return over_images(measure, model, images, batch_size)
 

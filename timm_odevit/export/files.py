@@ -1,6 +1,7 @@
 """export_model: write a model to a file that runs without this package."""
 import copy
 import json
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
@@ -83,7 +84,7 @@ def export_model(
     getattr(copied, 'set_grad_checkpointing', bool)(False)
     if format != 'pt2':
         copied.cpu()
-    images = torch.zeros(2, *data_config(model)['input_size'], dtype=dtype, device=next(copied.parameters()).device)
+    images = torch.zeros(2, *data_config(model)['input_size']).to(next(copied.parameters()))
     about = {**metadata(model), 'int8': int8, 'bits': bits, 'timm_odevit': __version__}
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     forms = dict(int8=int8, bits=bits, any_steps=any_steps) if format == 'onnx' else {}
@@ -123,6 +124,7 @@ def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[
             def run(images: Tensor) -> Tensor:
                 return torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy(), **own})[0])
         else:
+            zipfile.ZipFile(path).close()  # before torch prints a traceback
             program = torch.export.load(path, extra_files=(extra := {METADATA: ''}))
             module, like, about = program.module(), next(program.parameters()), json.loads(extra[METADATA])
 

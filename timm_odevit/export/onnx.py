@@ -151,7 +151,6 @@ def _folded(model: Any) -> Any:
 
 
 def _in_int8(model: Any) -> Any:
-    """The model with linear layers that compute in int8."""
     import onnx
     from onnxruntime.quantization import quantize_dynamic
     with tempfile.TemporaryDirectory() as folder:

@@ -28,9 +28,9 @@ _OPEN_CLIP = {
 _TRANSFORMERS = {
     'embeddings.class_embedding': 'cls_token', 'embeddings.patch_embedding': 'patch_embed.proj',
     'embeddings.position_embedding.weight': 'pos_embed', 'pre_layrnorm': 'norm_pre', 'post_layernorm': 'norm',
-    'encoder.layers.': 'blocks.', 'layer_norm': 'norm', 'self_attn.out_proj': 'attn.proj', 'self_attn.': 'attn.',
-    'head.probe': 'attn_pool.latent', 'head.attention.out_proj': 'attn_pool.proj', 'head.attention.': 'attn_pool.',
-    'head.layernorm': 'attn_pool.norm', 'head.mlp.': 'attn_pool.mlp.'}
+    'encoder.layers.': 'blocks.', 'layer_norm': 'norm', 'self_attn.': 'attn.', 'out_proj': 'proj',
+    'head.probe': 'attn_pool.latent', 'head.attention.': 'attn_pool.', 'head.layernorm': 'attn_pool.norm',
+    'head.mlp.': 'attn_pool.mlp.'}
 _OPEN_CLIP_ACTS = {"GELU(approximate='tanh')": 'gelu_tanh', 'QuickGELU()': 'quick_gelu'}
 # classes of transformers, by name, because transformers is optional: those that hold a tower, and the towers
 HOLDERS = ('CLIPModel', 'CLIPVisionModelWithProjection', 'SiglipModel')
@@ -210,7 +210,7 @@ def _build(
     """
     for key in {'cls_token', 'pos_embed'} & set(state):
         state[key] = state[key].reshape(1, -1, state[key].shape[-1])
-    width, channels, *patch = state['patch_embed.proj.weight'].shape
+    (width, channels, *patch), dtype = (stem := state['patch_embed.proj.weight']).shape, stem.dtype
     hidden = len(state.get('blocks.0.mlp.fc1.weight', ()))
     ratio, classes = hidden / width, len(state.get('head.weight', ()))
     if int(width * ratio) != hidden:  # timm truncates the product
@@ -230,7 +230,7 @@ def _build(
         if key.endswith('.bias') and key not in state and weight is not None:
             state[key] = 0 * weight.reshape(len(weight), -1)[:, 0]
     try:
-        model.load_state_dict({key: tensor.detach().clone(memory_format=torch.contiguous_format)
+        model.load_state_dict({key: tensor.detach().to(dtype, copy=True, memory_format=torch.contiguous_format)
                                for key, tensor in state.items()}, assign=True)
     except RuntimeError as e:
         raise _refusal(host, one_line(e).rstrip('.')) from e
@@ -243,7 +243,7 @@ def _build(
     model.train(host.training)
     like = next(model.parameters())
     if not like.is_meta:
-        images = torch.randn(1, *size, generator=torch.Generator().manual_seed(0)).to(like)
+        images = torch.randn(1, *size, generator=torch.Generator().manual_seed(0), device='cpu').to(like)
         with evaluating(host), evaluating(model), torch.no_grad():
             theirs = outputs(images)
             ours = [model.forward_features(images), model(images)][-len(theirs):]

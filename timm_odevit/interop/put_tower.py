@@ -21,7 +21,7 @@ class PutTower(Replacements):
         super().restore()
         now = next(self._rows[0][2].parameters())
         for _, _, _, former in self._rows:
-            if next(former.parameters(), now).dtype != now.dtype:  # some programs keep their norms in another one
+            if now.dtype not in {p.dtype for p in former.parameters()}:  # some programs keep their norms in another one
                 former.to(now.dtype)
 
 

@@ -177,15 +177,14 @@ class LipschitzField(Field):
         field = cls(
             weight.shape[1], attn.num_heads, weight.shape[0] // (3 * attn.num_heads), first.mlp.fc2.in_features,
             copy_module(first.mlp.act), attn.attn_drop.p, attn.proj_drop.p,
-            sum(getattr(block.drop_path1, 'drop_prob', 0.) or 0. for block in blocks) / len(blocks),
+            sum(getattr(block.drop_path1, 'drop_prob', 0.) for block in blocks) / len(blocks),
             device=weight.device, dtype=weight.dtype)
         return field.requires_grad_(any(p.requires_grad for block in blocks for p in block.parameters()))
 
     @staticmethod
     def values(block):
         def scaled(weight: Tensor, layer_scale: Any) -> Tensor:  # this field has no LayerScale: it scales these rows
-            gamma = getattr(layer_scale, 'gamma', None)
-            return weight if gamma is None else weight * gamma[:, None]
+            return weight * getattr(layer_scale, 'gamma', weight.new_ones(1))[:, None]
         return {
             'norm1.weight': block.norm1.weight, 'norm1.bias': block.norm1.bias, 'qkv.weight': block.attn.qkv.weight,
             'proj.weight': scaled(block.attn.proj.weight, block.ls1), 'norm2.weight': block.norm2.weight,
@@ -194,16 +193,15 @@ class LipschitzField(Field):
         }
 
     def fold(self) -> list[Tensor] | None:
-        # FSDP2 gathers sharded weights only for a call of the field
-        return None if hasattr(self.qkv.weight, 'to_local') else self._products()
-
-    def _products(self) -> list[Tensor]:
         """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
+        # FSDP2 gathers sharded weights only for a call of the field; LoRA does more than multiply by a weight
+        if hasattr(self.qkv.weight, 'to_local') or not type(self.qkv) is type(self.fc1) is nn.Linear:
+            return None
         return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
 
     def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
-        weight, bias = (context.weights or self._products())[:2]
-        q, k, v = _heads(F.linear(x, weight, bias), self.num_heads)
+        folded = context.weights or self.fold()
+        q, k, v = _heads(F.linear(x, *folded[:2]) if folded else self.qkv(self.norm1(x)), self.num_heads)
         mask, causal = context.block_kwargs.get('attn_mask'), context.block_kwargs.get('is_causal', False)
         if self.fused_attn:
             dropout = self.attn_drop.p if self.training else 0.
@@ -215,8 +213,8 @@ class LipschitzField(Field):
         return self.drop_path(self.proj_drop(self.proj(y.transpose(1, 2).flatten(2))))
 
     def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
-        weight, bias = (context.weights or self._products())[2:]
-        y = self.proj_drop(self.act(F.linear(x, weight, bias)))
+        folded = context.weights or self.fold()
+        y = self.proj_drop(self.act(F.linear(x, *folded[2:]) if folded else self.fc1(self.norm2(x))))
         return self.drop_path(self.proj_drop(self.fc2(y)))
 
     def probabilities(self, t: float, x: Tensor, context: Context) -> Tensor:

@@ -18,7 +18,7 @@ def entropy(logits: Tensor) -> Tensor:
     Source: Loop-ViT, arXiv 2602.02156.
     """
     p = logits.softmax(dim=-1, dtype=torch.float32)
-    return torch.special.entr(p).sum(dim=-1) / math.log(max(p.shape[-1], 2))
+    return torch.special.entr(p).sum(dim=-1) / math.log(p.shape[-1])
 
 
 def run_halting(

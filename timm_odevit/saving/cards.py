@@ -34,9 +34,7 @@ def model_card(
     kind = 'image-classification' if model.num_classes else 'image-feature-extraction'
     dataset_id = ''.join(c for c in dataset.lower() if c.isalnum())
     metadata = ModelCardData(
-        license=license,
-        library_name='timm',
-        pipeline_tag=kind,
+        license=license, library_name='timm', pipeline_tag=kind,
         tags=[kind, 'timm', *(['ode-vit'] if blocks else [])],
         datasets=[dataset_id] if dataset else None,
         model_name=name.rsplit('/', 1)[-1] if rows else None,
@@ -53,15 +51,12 @@ def model_card(
     return str(ModelCard.from_template(
         metadata,
         template_str=Path(__file__).with_name('card.md').read_text(encoding='utf-8'),
-        title=name.removeprefix('hf-hub:'),
-        name=name,
-        summary=summary,
+        title=name.removeprefix('hf-hub:'), name=name, summary=summary,
         classes=[*map(_plain, names)] if isinstance(names := cfg.get('label_names'), (list, tuple)) else [],
         output='logits' if model.num_classes else 'embedding',
         own=own,
         fewer=fewest if own and (fewest := min(trained_at, default=own)) < own else None,
-        rows=rows,
-        dataset=dataset,
+        rows=rows, dataset=dataset,
         architecture=type(model).__name__,
         odes=blocks,
         shared=count_in_words(sum(len(b.shared.phases) for b in blocks)),
@@ -69,10 +64,7 @@ def model_card(
         parameters=f'{count_parameters(model):,}',
         size=' x '.join(map(str, resolve_model_data_config(model)['input_size'])),
         sections=[('Results', measured), ('How it was trained', training)],
-        limits=limits,
-        licence=_plain(license),
-        provenance=provenance,
-        version=__version__,
+        limits=limits, licence=_plain(license), provenance=provenance, version=__version__,
     )) + '\n'
 
 

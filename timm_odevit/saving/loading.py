@@ -17,7 +17,7 @@ _RANGES = {'depth': (0, 256), 'depths': (0, 64), 'num_blocks': (0, 256), 'layers
            'num_classes': (-1, 10_000_000), 'crop_pct': (0.1, 2)}  # an image is resized to its size / crop_pct
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 # entries that choose files, or how they are read
-_CALLER = ('cache_dir', 'checkpoint_path', 'custom_load', 'hf_hub_filename', 'kwargs_filter', 'pretrained',
+CALLER = ('cache_dir', 'checkpoint_path', 'custom_load', 'hf_hub_filename', 'kwargs_filter', 'pretrained',
            'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args',
            'pretrained_strict', 'state_dict', 'url')
 
@@ -53,7 +53,7 @@ def check_args(where: str, cfg: dict[str, Any], args: dict[str, Any]) -> None:
     for tree in (cfg, args):
         for name, value, depth in _entries(tree):
             least, most = _RANGES.get(name.removeprefix('test_'), (-_LARGEST, _LARGEST))
-            if name in _CALLER and (value or tree is args):
+            if name in CALLER and (value or tree is args):
                 why = 'only the caller of timm.create_model may give it'
             elif isinstance(value, (int, float)) and not least <= value <= most:  # nor NaN
                 why = f'numbers from {least:,} to {most:,} are allowed'

@@ -25,7 +25,7 @@ from ..ode.config import PREFIX
 from ..quantization import BITS, packed
 from ..settings import one_line
 from .cards import model_card
-from .loading import CONFIG, WEIGHTS, check_args
+from .loading import CALLER, CONFIG, WEIGHTS, check_args
 
 CARD, REFERENCE = 'README.md', 'test/tensors.safetensors'
 # the files of a model's folder that are sent; never a pickle
@@ -134,7 +134,7 @@ def push_to_hub(
 def save_reference(model: nn.Module, folder: Path) -> None:
     """An input [2, C, H, W] and the output for it."""
     size = resolve_model_data_config(model)['input_size']
-    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0))
+    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device='cpu')
     path = folder / REFERENCE
     with torch.no_grad(), staged(path.parent, path.name) as aside:
         save_file({'input': images, 'output': model.cpu().float()(images).contiguous()}, aside / path.name)
@@ -146,9 +146,8 @@ def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
     hint = 'Build it with timm.create_model and all its keywords, and load its weights into that.'
     if not architecture:
         raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name. {hint}')
-    args = get_model_args(model)
-    if blocks := find_ode_blocks(model):
-        args = {k: v for k, v in args.items() if not k.startswith(PREFIX)}  # the current settings count
+    args = {k: v for k, v in get_model_args(model).items() if k not in CALLER and not k.startswith(PREFIX)}
+    if blocks := find_ode_blocks(model):  # whose current settings count
         if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
             top = {k: args[k] for k in _TOP if k in args}
             own = {**(args.pop('base_args', None) or {}), **args}

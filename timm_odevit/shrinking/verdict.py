@@ -52,15 +52,12 @@ class Verdict:
 
         Times whose 95 % intervals overlap are equal.
         """
-        def compare(other: Row, own: Row) -> list[float]:
-            """Below 0 where the other is better, above where it is worse."""
+        def beats(other: Row, own: Row) -> bool:
             slower = [0. if abs(a - b) < (p * a + q * b) / 100 else a - b
                       for a, b, p, q in zip(other.ms, own.ms, other.ms_off, own.ms_off, strict=True)]
-            return [round(other.mb, 2) - round(own.mb, 2), round(own.value, 1) - round(other.value, 1), *slower]
-
-        def beats(signs: list[float]) -> bool:
-            return all(sign <= 0 for sign in signs) and any(sign < 0 for sign in signs)
-        return [next((other.name for other in self.rows if beats(compare(other, own))), '') for own in self.rows]
+            worse = [round(other.mb, 2) - round(own.mb, 2), round(own.value, 1) - round(other.value, 1), *slower]
+            return all(by <= 0 for by in worse) and any(worse)
+        return [next((other.name for other in self.rows if beats(other, own)), '') for own in self.rows]
 
     @property
     def good(self) -> list[Row]:

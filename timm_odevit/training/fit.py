@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, replace
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,7 @@ def fit(
                                  'finetune), or give another folder.')
             check_unused(folder, resume, folder / LAST)
             if (folder / LAST).exists():
-                state = _read_state(folder / LAST, device, asked)
+                state = _read_state(folder / LAST, asked)
                 history, plan = state['history'], state['plan']
         if config.minutes is None:
             plan['epochs'] = config.epochs  # which may be more than before
@@ -143,7 +144,8 @@ def check_unused(folder: Path, resume: bool, file: Path) -> None:
 
 def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
     state: dict[str, Any] = {name: module.state_dict() for name, module in trainer.models.items()}
-    state.update(optimizer=trainer.optimizer.state_dict(), scaler=trainer.scaler.state_dict(), **more)
+    state.update(optimizer=trainer.optimizer.state_dict(), scaler=trainer.scaler.state_dict(),
+                 task=trainer.task.get_task_state(), **more)
     with staged(path.parent, path.name) as aside:
         try:
             torch.save(state, aside / path.name)
@@ -151,9 +153,9 @@ def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
             raise OSError(f"'{path}' could not be written: {one_line(e)}") from e
 
 
-def _read_state(path: Path, device: torch.device, asked: dict[str, Any]) -> dict[str, Any]:
+def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
     try:
-        state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
+        state: dict[str, Any] = torch.load(path, map_location='cpu', weights_only=True)
         then = {**asked, **state['settings']}  # a setting that did not exist when the file was written is unchanged
         state['history'], state['plan']  # are needed, too
     except Exception as e:
@@ -171,6 +173,7 @@ def _load_state(state: dict[str, Any], trainer: Trainer, where: str) -> None:
     for name, module in trainer.models.items():
         module.load_state_dict(state[name])
     trainer.scaler.load_state_dict(state['scaler'])
+    trainer.task.load_task_state(state.get('task'))
 
 
 def count_updates(train_loader: Any, accumulate: int) -> int:
@@ -191,9 +194,8 @@ def _measured(
     amp = min(seconds, key=seconds.__getitem__)
     epochs: Any = config.epochs
     if config.minutes is not None:
-        batches = len(val_loader) if hasattr(val_loader, '__len__') else 1
         epochs, updates = updates_in(60 * config.minutes - (time.perf_counter() - began), seconds[amp],
-                                     validation * batches, max(updates, int(LONG / seconds[amp])))
+                                     validation * length_hint(val_loader, 1), max(updates, int(LONG / seconds[amp])))
     return in_first_process(lambda: {'epochs': epochs, 'updates': updates, 'amp': amp})
 
 

@@ -15,14 +15,13 @@ from timm.scheduler import create_scheduler_v2
 from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
 from torch import Tensor, nn
 
-from ..convert.block_kinds import find_stages
+from ..convert.block_kinds import own_blocks
 from ..data.batches import set_epoch
 from ..data.preprocessing import check_labels
 from ..distributed import in_first_process, over_processes, rank_and_world
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import evaluate_embeddings
 from ..hooks import AMP_DTYPES, autocast, check_images, described
-from ..ode.blocks import find_ode_blocks
 from ..settings import one_line
 from .config import FitConfig
 
@@ -51,7 +50,7 @@ class Trainer:
                 delattr(task, name)
         if config.ema_decay is not None:
             task.setup_ema(decay=config.ema_decay, use_warmup=True)
-        trainable = task.get_trainable_module()
+        trainable = unwrap_model(task.get_trainable_module())
         if self.world > 1:
             task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
         self.optimizer = create_optimizer(trainable, config)
@@ -75,12 +74,8 @@ class Trainer:
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
             raise FloatingPointError(
                 f'The weights are not finite after epoch {epoch + 1}. Lower lr, or use no float16.')
-
-        def validated() -> dict[str, float]:
-            if val_loader is not None:
-                record.update(validate(self.task, self.chosen, val_loader, self.dtype))
-            return record
-        return in_first_process(validated)  # the others wait here
+        return in_first_process(lambda: record if val_loader is None else {  # the others wait here
+            **record, **validate(self.task, self.chosen, val_loader, self.dtype)})
 
     def train(self, epoch: int, done: Callable[[], Any]) -> dict[str, float]:
         """Returns the learning rate and the mean of each part of the loss."""
@@ -245,9 +240,8 @@ def compiled_blocks(task: Any) -> Iterator[None]:
     modules: list[Any] = []
     for model in (models_of(task)['model'], getattr(task, 'teacher', None)):
         if model is not None:
-            fields = [part for ode in find_ode_blocks(model) for part in (*ode.before, *ode.shared.phases, *ode.after)]
             try:
-                modules += fields or [block for site in find_stages(model) for block in site.blocks]
+                modules += own_blocks(model)
             except TypeError:  # it has no blocks
                 modules.append(model)
     own = [module.__dict__.get('forward') for module in modules]

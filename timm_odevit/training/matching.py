@@ -98,6 +98,8 @@ def layer_times(student: Any, teacher: Any, config: LossConfig, images: Iterable
         times = ([(i + 1) / layers for i in range(layers)] if config.checkpoints == 'uniform' else
                  distance_times(teacher, images, config.checkpoint_temperature))
         first, last = ode.config.blocks or (0, layers - 1)
+        if last >= layers:
+            raise ValueError(f'The teacher has only {layers} layers; the student has blocks={ode.config.blocks}.')
         start = times[first - 1] if first else 0.
         found.append([(time - start) / (times[last] - start) for time in times[first:last + 1]])
     return found

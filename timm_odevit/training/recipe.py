@@ -27,6 +27,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     'norm': ('norm.', 'norm_pre.', 'fc_norm.'),
     'head': ('head.', 'head_dist.', 'attn_pool.'),
 }
+Section = dict[str, Any] | None
 
 
 def _section(known: Sequence[str] | None = None) -> Check:
@@ -80,8 +81,8 @@ class Stage(Settings):
     """
     task: str = setting('trajectory', one_of(('trajectory', 'labels')))
     train: tuple[str, ...] = setting(('all',), _parts)
-    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
-    fit: dict[str, Any] | None = setting(None, _section(FIT))
+    loss: Section = setting(None, _section(LossConfig.names()))
+    fit: Section = setting(None, _section(FIT))
     scale_lr: bool = setting(False, flag)
 
     def _check(self) -> None:
@@ -110,12 +111,12 @@ class Recipe(Settings):
         >>> recipe = Recipe.load('three_blocks', ['ode.steps=12', 'stages.1.fit.epochs=20'])
         >>> print(recipe.to_yaml())
     """
-    ode: dict[str, Any] | None = setting(None, _section(OdeConfig.names()))
+    ode: Section = setting(None, _section(OdeConfig.names()))
     model: str | None = None
-    model_args: dict[str, Any] | None = setting(None, _section())
-    data: dict[str, Any] | None = setting(None, _section(DataConfig.names()))
-    loss: dict[str, Any] | None = setting(None, _section(LossConfig.names()))
-    fit: dict[str, Any] | None = setting(None, _section(FIT))
+    model_args: Section = setting(None, _section())
+    data: Section = setting(None, _section(DataConfig.names()))
+    loss: Section = setting(None, _section(LossConfig.names()))
+    fit: Section = setting(None, _section(FIT))
     stages: tuple[Stage, ...] = setting((), _stages)
     grad_checkpointing: bool = setting(False, flag)
     seed: int = setting(0, integer(0))

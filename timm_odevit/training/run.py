@@ -83,8 +83,8 @@ def train(
             with prefixed(f"Cannot build '{recipe.model}' with {args}: "):
                 host = timm.create_model(str(recipe.model), **args).to(device)
         images = read_data(data, host, recipe.batches, labels=not recipe.embeds, limit=limit, seed=recipe.seed)
-        names = list(images.classes) if images.classes and not recipe.embeds else None
-        if teacher is not None and not recipe.embeds and rank == 0:
+        names = list(images.classes) if images.classes else None
+        if teacher is not None and rank == 0:
             for model in (host, teacher):
                 warn_of_other_classes(model, names, images.words['train'])
         about = {'limit': limit, 'minutes': minutes, 'data sha256': images.sha256(), **{
@@ -116,7 +116,7 @@ def train(
         history, best = run.train(minutes, progress and rank == 0, resume, done)
         if rank == 0:
             copy_model(best, folder / BEST)
-            used = run.recipe.without_shares(run.own[0]) if len(run.own) == 1 else run.recipe
+            used = recipe.without_shares(run.own[0]) if len(run.own) == 1 else recipe
             write_text(folder / BEST / RECIPE, used.to_yaml())
             write_text(folder / HISTORY, to_json(history))
     return history

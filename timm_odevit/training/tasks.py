@@ -111,7 +111,7 @@ class TrajectoryDistillationTask(TrainingTask):
         with self._patches_of_update(views[0], input):
             if self.teacher is not None:
                 with torch.no_grad(), watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
-                    wanted = self.teacher(self.for_teacher(input))
+                    wanted = self.teacher(self.for_teacher(input).to(next(self.teacher.parameters())))
             return self.trainable_module(views, input, seen, wanted, target, self.criterion)
 
     def _views_of_update(self) -> list[Any]:
