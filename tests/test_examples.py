@@ -69,6 +69,12 @@ def test_commands_are_commands():
     assert parsed > 30
 
 
+def test_the_first_command_of_readme_prints_what_it_says(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    command, printed = re.search(r'```bash\nodevit (predict .*?)\n```\n\n```\n(.*?)```', Path('README.md').read_text(), re.S).groups()
+    assert cli.main(command.split()) == 0 and capsys.readouterr().out == printed
+
+
 def test_pages_have_the_tables_of_the_results(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / 'hub' / 'tools')
     for name, (page, table) in load(ROOT / 'hub' / 'tools' / 'table.py').TABLES.items():

@@ -107,14 +107,13 @@ def controls():
         top1, row = [each['top1'] for each in found], found[0]
         half = t.ppf(0.975, len(top1) - 1) * stdev(top1) / len(top1) ** 0.5 if len(top1) > 1 else None
         for axes, x in zip(panels, (row['parameters'] / 1e6, row.get('operations') or counted[steps]), strict=True):
-            axes.errorbar(x, mean(top1), half, fmt='o', capsize=3)
-            axes.annotate(f'{words}, K = {steps}' if steps else words, (x, mean(top1)), (5, 4),
-                          textcoords='offset points', fontsize=7)
+            axes.errorbar(x, mean(top1), half, fmt='o', capsize=3, label=f'{words}, K = {steps}' if steps else words)
     panels[0].set(xlabel='parameters, 10⁶ (two bytes each in float16)', ylabel='top-1 accuracy on CIFAR-100, %')
     panels[1].set(xlabel='multiply-adds of an image, 10⁶')
     for axes, marks in zip(panels, ((0.5, 1, 2, 3), (50, 100, 200, 400)), strict=True):
-        axes.set(xscale='log', xlim=(0.8 * marks[0], 2.5 * marks[-1]))
+        axes.set(xscale='log', xlim=(0.8 * marks[0], 1.2 * marks[-1]))
         ticks(axes, marks)
+    figure.legend(*panels[0].get_legend_handles_labels(), fontsize=7, loc='outside right center')
     return figure
 
 
