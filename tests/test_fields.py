@@ -41,6 +41,20 @@ def test_lipschitz_field_is_the_papers_block():
     assert not any(isinstance(m, nn.Linear) and m.bias is not None for m in field.modules())
 
 
+def test_lipschitz_field_calls_layers_that_were_replaced():
+    class Lora(nn.Linear):
+        def forward(self, x):
+            return super().forward(x) + 1.
+    field, x = lipschitz(), torch.randn(2, 5, 12, dtype=torch.float64)
+    before = field(0., x)
+    for name, layer in (('qkv', field.qkv), ('fc1', field.fc1)):
+        setattr(field, name, Lora(*reversed(layer.weight.shape), bias=False, dtype=layer.weight.dtype))
+        getattr(field, name).load_state_dict(layer.state_dict())
+        after = field(0., x)
+        assert not torch.allclose(after, before)
+        before = after
+
+
 def test_lipschitz_field_takes_masks_and_an_unfused_attention():
     x = torch.randn(2, 5, 12, dtype=torch.float64)
     mask = torch.zeros(2, 1, 5, 5, dtype=torch.float64)

@@ -317,6 +317,17 @@ def test_towers_are_restored_in_the_opposite_order():
     assert program.visual is original
 
 
+def test_a_program_in_half_precision_whose_norms_are_not(images):
+    program = shaken(open_clip.CLIP(32, VISION, TEXT, cast_dtype=torch.float16))
+    open_clip.model.convert_weights_to_lp(program, torch.float16)
+    with torch.no_grad():
+        expected = program.encode_image(images.half())
+        tower = from_open_clip(program)
+        torch.testing.assert_close(tower(images.half()), expected, rtol=0, atol=1e-2)
+        put_tower_(program, tower).restore()
+        assert torch.equal(program.encode_image(images.half()), expected)
+
+
 @pytest.mark.parametrize('build, map_', [PROGRAMS['open_clip'], PROGRAMS['transformers-clip']], ids=['open_clip', 'clip'])
 def test_restored_after_the_program_was_moved(build, map_, images):
     program = build()

@@ -50,6 +50,11 @@ def test_every_setting_survives(vit, images, tmp_path, config):
         assert (tmp_path / 'a' / name).read_bytes() == (tmp_path / 'b' / name).read_bytes()
 
 
+def test_how_the_weights_were_loaded_is_not_saved(vit, images, tmp_path):
+    model = vit(pretrained_strict=False)
+    assert torch.equal(reloaded(model, tmp_path / 'a')(images), model(images))
+
+
 def test_names_of_classes_are_saved_whatever_the_source_had(vit, tmp_path):
     model, names = vit(), ['a', 'گل\u200cسرخ', 'c\u200dd', 'd\u00a0e', 'e']  # Persian and other joiners
     model.pretrained_cfg['label_names'] = names
