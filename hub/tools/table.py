@@ -95,7 +95,7 @@ def designs(folder):
     lines = []
     for (minutes, words, steps), found in by_design(folder).items():
         top1 = [row['top1'] for row in found]
-        seeds = f' ({min(top1):.1f} to {max(top1):.1f}, {len(top1)} seeds)' if len(top1) > 1 else ''
+        seeds = f' ({min(top1):.1f} to {max(top1):.1f})' if len(top1) > 1 else ''
         lines.append([f'{minutes}', words, f"{steps or ''}", f'{mean(top1):.1f}{seeds}'])
     return rows(['minutes', 'student', 'K', 'top-1 %'],
                 sorted(lines, key=lambda row: (int(row[0]), -float(row[3].partition(' ')[0]))))
