@@ -1,5 +1,7 @@
 """Weights in 4 bits: rounded, saved and loaded."""
 import copy
+from threading import Thread
+from time import sleep
 
 import pytest
 import timm
@@ -84,6 +86,19 @@ def test_rounding_for_images_is_the_same(vit, how):
             model(images)
         quantize_(model, images)
     assert all(map(torch.equal, model.parameters(), other.parameters()))
+
+
+def test_two_threads_leave_the_compiler_as_it_was(vit):
+    models, images = [vit(embed_dim=64) for _ in range(2)], torch.randn(2, 3, 16, 16)
+    later = Thread(target=quantize_, args=(models[1], images))
+    models[1].register_forward_pre_hook(lambda *_: sleep(0.4))
+    def begin(*_):  # the second begins while the first runs, and ends after it
+        later.start()
+        sleep(0.2)
+    models[0].register_forward_pre_hook(begin)
+    quantize_(models[0], images)
+    later.join()
+    assert torch._dynamo.eval_frame._stance.stance == 'default'
 
 
 def test_images_that_do_not_fit_leave_a_model_as_it_is(vit):

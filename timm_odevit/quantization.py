@@ -1,6 +1,7 @@
 """Weights in a few bits: matrices rounded in groups, each with a scale and a zero point."""
 from collections.abc import Mapping
 from contextlib import ExitStack
+from threading import Lock
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ GROUP = 32  # consecutive numbers of a tensor
 SMALL = 1024  # a tensor with fewer numbers, and a vector, keeps 16 bits
 ENOUGH = 128  # images to round by
 _PARTS = ('codes', 'scale', 'zero')
+_EAGER = Lock()  # of the stance, in which hooks run: all threads share it
 
 
 class Coded(NamedTuple):
@@ -116,8 +118,8 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
         moments[layer.weight] = moments.get(layer.weight, 0.) + x.T @ x
 
     kind = next(model.parameters()).device.type
-    eager = torch.compiler.set_stance('force_eager')  # so that hooks run
-    with torch.no_grad(), evaluating(model), eager, torch.autocast(kind, enabled=False), ExitStack() as hooks:
+    with (_EAGER, torch.compiler.set_stance('force_eager'), torch.no_grad(), evaluating(model),
+          torch.autocast(kind, enabled=False), ExitStack() as hooks):
         for layer in model.modules():
             patches = isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride and layer.groups == 1
             if isinstance(layer, nn.Linear) or patches:

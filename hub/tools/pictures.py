@@ -18,7 +18,7 @@ MODELS = {
     'odevit_tiny_patch16_128.deit_tiny_k6_cifar100': ("the paper's block", 'C1'),
 }
 OTHERS = {'plain3': ('three plain blocks', 'C7')}  # whose dynamics were not measured, with K = 3
-DESIGNS = {'plain': 'K blocks of the teacher, each once', 'one': 'one block', 'three': 'three blocks',
+DESIGNS = {'plain': 'K plain blocks', 'one': 'one block', 'three': 'three blocks',
            'two': 'two blocks, residuals of rank 11', 'narrow': 'a ViT with 64 channels', 'wrn': 'WRN-16-2 at 32 px',
            'stepwise': ', stepwise first', 'corrupt': ', corrupted', 'late': ', corrupted late', 's': ''}
 SIGNALS = {

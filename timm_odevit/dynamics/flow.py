@@ -57,7 +57,8 @@ def follow(model: Any, images: Any) -> Iterator[Flow]:
     if any(ode.config.adaptive or ode.config.tokens < 1 for ode in find_ode_blocks(model)):
         raise ValueError("With an adaptive method or token merging, a step is no map of the state alone. Set "
                          "model.blocks.method = 'rk4', say, and tokens=1.")
-    blocks = list(getattr(getattr(model, 'encoder', model), 'blocks', ()))
+    host = model if hasattr(model, 'blocks') else getattr(model, 'encoder', None)
+    blocks = list(getattr(host, 'blocks', ()))
     with evaluating(model), torch.no_grad():
         with watch_blocks([blocks]) as [(states, handed)]:
             logits = model(images)
