@@ -10,7 +10,7 @@ from timm.models import FeatureGraphNet, FeatureHookNet
 from timm.utils import ModelEmaV3
 from torch import nn
 
-from timm_odevit import OdeConfig, convert_, with_steps
+from timm_odevit import OdeConfig, convert_, save_pretrained, with_steps
 from timm_odevit.benchmark import peak_of
 from timm_odevit.ode.fields import FIELDS, Field
 from timm_odevit.ode.methods import METHODS
@@ -268,3 +268,10 @@ def test_a_compiled_shared_block_is_used(vit, images):
     torch.testing.assert_close(model(images), expected)
     assert calls
     torch._dynamo.reset()
+
+
+def test_a_pruned_model_can_be_saved(vit, images, tmp_path):
+    model = convert_(vit(), phases=2).model.eval()
+    model.prune_intermediate_layers([1], prune_norm=False, prune_head=False)
+    found = timm.create_model(f"local-dir:{save_pretrained(model, tmp_path / 'pruned')}", pretrained=True).eval()
+    assert torch.equal(found(images), model(images))

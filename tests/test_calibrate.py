@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, calibrate_
 from timm_odevit.data.batches import DataConfig
-from timm_odevit.data.read import read_data
+from timm_odevit.data.read import NOTE, read_data
+from timm_odevit.training import run
 from timm_odevit.training.loop import Stream
 
 GOOD = torch.randn(4, 3, 16, 16, generator=torch.Generator().manual_seed(0))
@@ -187,3 +188,14 @@ def test_images_have_the_dtype_of_the_model_and_any_seed_is_taken(vit):
     settings = dict(epochs=1, batch_size=2, progress=False)
     calibrate_(student, teacher, GOOD, amp='bfloat16', seed=-1, **settings)  # float32 images
     calibrate_(student, teacher, GOOD, amp='bfloat16', seed=2 ** 40, **settings)
+
+
+def test_it_leaves_out_what_the_models_training_held_out(vit, tmp_path, monkeypatch):
+    student, teacher = pair(vit)
+    student.pretrained_cfg = {**(student.pretrained_cfg or {}), 'notes': (f'{NOTE}0.5',)}
+    x = np.random.default_rng(0).integers(0, 256, (20, 16, 16, 3), np.uint8)
+    np.savez(tmp_path / 'some.npz', x_train=x, y_train=np.arange(20) % 5)
+    monkeypatch.setattr(run, 'read_data', lambda *args, **kw: found.append(read_data(*args, **kw)) or found[-1])
+    found = []
+    calibrate_(student, teacher, tmp_path / 'some.npz', epochs=1, batch_size=2, progress=False)
+    assert found[0].count() < 20 == found[0].count() + found[0].count('val')

@@ -90,7 +90,17 @@ def tiny():
     return timm.create_model('vit_tiny_patch16_224')
 
 
+class Wrapper(nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name):  # as peft's
+        return super().__getattr__('model') if name == 'model' else getattr(self.model, name)
+
+
 REFUSED = [
+    (lambda: Wrapper(tiny()), {}, TypeError, 'Cannot convert Wrapper: it has no sequence of transformer blocks'),
     (lambda: timm.create_model('resnet10t'), {}, TypeError,
      'Cannot convert ResNet: it has no sequence of transformer blocks. See timm_odevit.list_convertible().'),
     (meta('efficientnet_b0'), {}, TypeError, 'Cannot convert EfficientNet: its blocks are of 7 kinds'),

@@ -106,3 +106,10 @@ def test_trains(name):
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_published_configuration_brings_its_k():
+    name = 'odevit_tiny_native_three_patch16_128'
+    cfg = timm.get_pretrained_cfg(f'{name}.deit_tiny_k12_cifar100')
+    given = {}, dict(pretrained_cfg=cfg), dict(pretrained_cfg=cfg.to_dict()), dict(pretrained_cfg=cfg, ode_steps=6)
+    assert [meta(name, **each).blocks.steps for each in given] == [6, 12, 12, 6]

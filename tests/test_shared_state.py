@@ -225,3 +225,11 @@ def test_a_view_of_a_model_whose_forward_a_wrapper_replaced(vit, images):
     model.forward = lambda x: x
     with pytest.raises(RuntimeError, match='forward of this VisionTransformer was replaced by a function'):
         with_steps(model, 6)
+
+
+def test_a_view_groups_its_own_parameters(vit):
+    model = converted(vit, OdeConfig(phases=2))
+    model.reset_classifier(0)
+    twin = with_steps(model, 3)
+    twin.reset_classifier(7)
+    assert timm.optim.create_optimizer_v2(twin, 'adamw', lr=1e-3, layer_decay=0.7).param_groups

@@ -467,7 +467,7 @@ def test_weights_that_are_not_finite_are_not_written(vit, data, tmp_path, monkey
 
 
 @pytest.mark.parametrize('changes, message', [
-    (['model=vit_tiny_patch16_224'], 'The recipe names a model'),
+    (['model=vit_tiny_patch16_224'], 'The recipe names a model'), (['model_args={drop_rate: 0.5}'], 'The recipe names a model'),
     (['fit.accumulate=99'], 'has fewer than 99 batches'), (['ode=null', 'stages.0.task=labels'], 'would not be made from the teacher'),
     (['stages=[{}, {train: [tokens]}]'], "stages.1: the model has no parameters of the part 'tokens'"),
 ])

@@ -79,8 +79,8 @@ default_cfgs = generate_default_cfgs({
 
 def _register(name: str, base: str, base_args: dict[str, Any], ode: dict[str, Any] | None) -> None:
     def create(pretrained: bool = False, **kwargs: Any) -> nn.Module:
-        tag = kwargs.get('pretrained_cfg')
-        own = {'ode_steps': _STEPS[tag]} if (tag := str(tag)) in _STEPS else {}
+        tag = resolve_pretrained_cfg(name, kwargs.get('pretrained_cfg')).tag
+        own = {'ode_steps': _STEPS[tag]} if tag in _STEPS else {}
         return _create(name, base, pretrained, **{**(ode or {}), **base_args, **own, **kwargs})
     create.__name__ = create.__qualname__ = name
     globals()[name] = register_model(create)

@@ -15,7 +15,7 @@ from timm_odevit import shrink as run_shrink
 
 from ..data.batches import DataConfig
 from ..data.preprocessing import warn_of_other_classes
-from ..data.read import classes_of, read_data
+from ..data.read import classes_of, held_out_of, read_data
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import without_classifiers
 from ..saving.loading import WEIGHTS
@@ -216,6 +216,6 @@ def calibrate(args: Any) -> None:
     refuse_existing(args.out)
     student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
     data = read_data(args.images, student, DataConfig(batch_size=args.batch_size, workers=args.workers), labels=False,
-                     held_out=0.)
+                     held_out=held_out_of(student) or 0.)
     calibrate_(student, teacher, data, minutes=args.minutes, epochs=args.epochs, progress=not args.quiet)
     save(student, args.out)

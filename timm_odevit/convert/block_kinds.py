@@ -17,7 +17,6 @@ from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..ode.fields import NativeField
 from ..ode.methods import Step
-from ..ode.solver import Solver
 
 
 class PostNormField(NativeField):
@@ -142,7 +141,7 @@ def find_stages(model: nn.Module) -> list[Site]:
             return [Site(stage, f'{name}.{i}.blocks.') for i, stage in enumerate(getattr(model, name))]
     # `encoder` is in models of language and images
     for host, prefix in ((model, 'blocks.'), (getattr(model, 'encoder', None), 'encoder.blocks.')):
-        blocks = getattr(host, 'blocks', None)
+        blocks = getattr(host, '_modules', {}).get('blocks')  # not of what it wraps
         if isinstance(blocks, (nn.Sequential, nn.ModuleList)) and len(blocks):
             return [Site(host, prefix)]
     raise cannot_convert(model, 'it has no sequence of transformer blocks')
@@ -189,7 +188,7 @@ def structure(model: nn.Module, ignored: Sequence[str] = ()) -> list[str]:
     """Type and settings of every module except dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
-        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (Solver, Step)):  # of OdeBlocks' settings
+        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (nn.ModuleList, Step)):
             lines.append(f'{name}: {type(module).__name__}({module.extra_repr()})')
             lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
                       if type(v) in (bool, int, float, str, tuple, torch.Size) and not k.startswith('_')

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from timm.layers import Attention, DropPath, Mlp, maybe_add_mask, resolve_self_attn_mask, use_fused_attn
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 Module = TypeVar('Module', bound=nn.Module)
 
@@ -194,8 +195,8 @@ class LipschitzField(Field):
 
     def fold(self) -> list[Tensor] | None:
         """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
-        # FSDP2 gathers sharded weights only for a call of the field; LoRA does more than multiply by a weight
-        if hasattr(self.qkv.weight, 'to_local') or not type(self.qkv) is type(self.fc1) is nn.Linear:
+        # FSDP2 gathers weights only for calls; LoRA and int8 do more than multiply
+        if is_traceable_wrapper_subclass(self.qkv.weight) or not type(self.qkv) is type(self.fc1) is nn.Linear:
             return None
         return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
 

@@ -10,11 +10,10 @@ def shallow_copy(module: Module) -> Module:
     """A module of the same class with the same settings, hooks and tensors, but submodules that can be replaced."""
     twin = object.__new__(type(module))
     twin.__dict__.update(module.__dict__)
-    if 'forward' in module.__dict__:
-        twin.__dict__.update(_rebound(module, module, twin))
-        if twin.__dict__['forward'] is module.__dict__['forward']:
-            raise RuntimeError(f'The forward of this {type(module).__name__} was replaced by a function, which may '
-                               'hold other weights. Use a method, a partial that takes the module, or a hook.')
+    twin.__dict__.update(_rebound(module, module, twin))
+    if 'forward' in module.__dict__ and twin.__dict__['forward'] is module.__dict__['forward']:
+        raise RuntimeError(f'The forward of this {type(module).__name__} was replaced by a function, which may hold '
+                           'other weights. Use a method, a partial that takes the module, or a hook.')
     twin.__dict__['_compiled_call_impl'] = None  # module.compile() ties it to the original module
     twin.__dict__['_modules'] = module.__dict__['_modules'].copy()
     return twin

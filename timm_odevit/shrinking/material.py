@@ -125,7 +125,7 @@ def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = F
         outputs = _outputs(model, images)
         answers = labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1)
         return Held(images, answers, outputs, measure)
-    seen = not known and data.held_out > 0 and test is None and measure == 'accuracy'
+    seen = not known and data.held_out > 0 and 'test' not in data.words and measure == 'accuracy'
     return Material(model, built, base, data, held(images, labels), held(*judging),
                     held(*data.sample('train', len(judging[0]))), why, seen)
 

@@ -42,7 +42,7 @@ class FitConfig(Settings):
     opt: str = setting('muon', lambda name, value: one_of(list_optimizers())(name, value))  # also if registered later
     lr: float = setting(1e-3, number(0.))
     weight_decay: float = setting(0.05, number(0.))
-    sched: str = setting('cosine', one_of(('cosine', 'tanh', 'step', 'poly')))
+    sched: str = setting('cosine', one_of(('cosine', 'step')))
     warmup_epochs: float = setting(0, number(0.))
     min_lr: float = setting(1e-6, number(0.))
     clip_grad: float | None = setting(1., number(0., open='(', none='no clipping'))

@@ -123,7 +123,7 @@ def train(
 
 
 def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resume: bool) -> None:
-    if teacher is not None and student is None and (recipe.model is not None or recipe.ode is None):
+    if teacher is not None and student is None and (recipe.model or recipe.model_args or recipe.ode is None):
         raise ValueError('The recipe names a model, or has no ode, so the student would not be made from the teacher. '
                          'Give --student.')
     if recipe.model is None and teacher is None and student is None:
@@ -188,7 +188,8 @@ def calibrate_(
     checked = FitConfig(epochs=epochs, minutes=5. if epochs is None and minutes is None else minutes,
                         lr=1e-3 if lr is None else lr, amp=amp, seed=seed)
     check_models(model, teacher)
-    data = read_data(images, model, DataConfig(batch_size=batch_size), labels=False, held_out=0.)
+    data = read_data(images, model, DataConfig(batch_size=batch_size), labels=False,
+                     held_out=held_out_of(model) or 0.)
     changes = [f'seed={checked.seed % 2 ** 31}', f"fit.amp={amp or 'null'}", f'stages.0.fit.lr={checked.lr!r}',
                f'stages.0.scale_lr={lr is None}']
     if epochs is not None:

@@ -79,8 +79,7 @@ class Run:
             task: Any = ClassificationTask(student, criterion, device=next(student.parameters()).device, verbose=False)
             task.embedding = False
         else:
-            part = 'train' if self.data.val is None else 'val'
-            sample = self.data.sample(part, SAMPLE, recipe.seed)[0] if loss.checkpoints == 'distance' else None
+            sample = self.data.sample('train', SAMPLE, recipe.seed)[0] if loss.checkpoints == 'distance' else None
             task = TrajectoryDistillationTask(
                 student, teacher, criterion=criterion, config=loss, calibration=sample, verbose=False)
         task.labelled = self.data.labelled or teacher is None
