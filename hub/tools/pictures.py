@@ -20,7 +20,7 @@ MODELS = {
 OTHERS = {'plain3': ('three plain blocks', 'C7')}  # whose dynamics were not measured, with K = 3
 DESIGNS = {'plain': 'K plain blocks', 'one': 'one block', 'three': 'three blocks',
            'two': 'two blocks, residuals of rank 11', 'narrow': 'a ViT with 64 channels', 'wrn': 'WRN-16-2 at 32 px',
-           'stepwise': ', stepwise first', 'corrupt': ', corrupted', 'late': ', corrupted late', 's': ''}
+           'stepwise': ', stepwise first', 's': ''}
 SIGNALS = {
     'confidence': 'softmax confidence', 'margin': 'margin of the logits', 'exponents': 'largest exponent',
     'class_token': 'that of the class token', 'distance': 'distance from the teacher'}

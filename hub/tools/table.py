@@ -102,7 +102,7 @@ def designs(folder):
 
 
 TABLES = {
-    **{name: (HUB / 'lab' / 'minutes.md', partial(designs, name)) for name in ('designs', 'thirty', 'controls')},
+    **{name: (HUB / 'lab' / 'minutes.md', partial(designs, name)) for name in ('designs', 'controls')},
     'which': (README, which), 'models': (RESULTS, models),
     'speed at 224 px': (SPEED, partial(speed, 'tiny_224')), 'speed at 128 px': (SPEED, partial(speed, 'published_128')),
     'trained': (TRAINING, trained), 'exponents': (DYNAMICS, exponents), 'constants': (DYNAMICS, constants),
