@@ -131,7 +131,7 @@ def test_what_is_measured_depends_on_the_labels(model, tmp_path, kind, measure):
         model.reset_classifier(0)
     found = prepare(given, model)
     assert found.judging.measure == measure and 42 < found.data.count() < 60
-    assert len(found.judging.images) == 4 or kind != 'npz'
+    assert kind != 'npz' or (len(found.judging.images) == 4 and 'may have been trained' not in str(found))
     assert found.judging.value_of(model) == pytest.approx(100.)
     assert bool(found.why) == (measure != 'accuracy')
 
