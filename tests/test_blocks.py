@@ -162,6 +162,8 @@ def test_half_precision_and_autocast(vit, images, config):
     expected = model(images)
     with torch.autocast('cpu', torch.bfloat16):
         assert (model(images).float() - expected).norm() < 0.1 * expected.norm()
+        if config.adaptive:  # also where the host runs the steps
+            torch.testing.assert_close(model.forward_intermediates(images)[0], model.forward_features(images), atol=0.01, rtol=0.01)
     half = model.bfloat16()(images.bfloat16())
     assert half.dtype == torch.bfloat16
     assert (half.float() - expected).norm() < 0.1 * expected.norm()
@@ -267,6 +269,12 @@ def test_a_compiled_shared_block_is_used(vit, images):
     model.blocks.shared = torch.compile(model.blocks.shared, backend=lambda graph, inputs: calls.append(1) or graph)
     torch.testing.assert_close(model(images), expected)
     assert calls
+    three = converted(vit, OdeConfig(phases=3))
+    three.blocks.shared.fields[1] = torch.compile(three.blocks.shared.fields[1], backend=lambda graph, inputs: calls.append(3) or graph)
+    three(images)
+    assert 3 in calls
+    with pytest.raises(TypeError, match=r'blocks.shared.fields\[i\]'):
+        three.blocks.shared = torch.compile(three.blocks.shared)
     torch._dynamo.reset()
 
 

@@ -407,8 +407,9 @@ def test_a_checkpoint_that_does_not_fit_is_refused_in_words(folder, capsys, wrap
 def test_evaluate_holds_something_out_and_says_whose_classes_it_counts(folder, capsys):
     x, y = np.zeros((9, 16, 16, 3), np.uint8), np.arange(9) % 3
     np.savez('d.npz', x_train=x, y_train=y, x_test=x, y_test=y, classes=['c2', 'c1', 'c0'])
-    assert main(['evaluate', 'local-dir:teacher', 'd.npz', '--held-out', '0', '--quiet']) == 2
-    assert 'held_out must be a number between 0 and 1; got 0.0' in capsys.readouterr().err
+    for more, why in ((['0'], 'held_out must be a number between 0 and 1; got 0.0'), (['0.1', '--test', 'e.npz'], '--test and --held-out both')):
+        assert main(['evaluate', 'local-dir:teacher', 'd.npz', '--quiet', '--held-out', *more]) == 2
+        assert why in capsys.readouterr().err
     config = json.loads((folder / 'teacher' / 'config.json').read_text())
     (folder / 'teacher' / 'config.json').write_text(json.dumps({**config, 'label_names': ['c0', 'c1', 'c3']}))
     for data in ('d.npz', 'images'):

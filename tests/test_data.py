@@ -275,6 +275,7 @@ def test_what_is_held_out_depends_on_the_image_alone(vit, tmp_path):
         data = read(tmp_path / f'{name}.npz', vit(), held_out=share, **options)
         return [{image.numpy().tobytes() for image in part.images} for part in (data.val, data.plain())]
     (few, rest), (more, _) = held('all', 0.1), held('all', 0.3)
+    assert held('all', 0.001) == held('all', 0.001, labels=False) and len(held('all', 0.001)[0]) >= 5
     assert not few & rest and few < more and 20 < len(few) < 60 < len(more) < 180
     assert held('turned', 0.1, seed=3) == held('all', 0.1, labels=False) == [few, rest]
     assert read(tmp_path / 'all.npz', vit(), labels=False).count('test') == 1
@@ -437,6 +438,7 @@ def test_refuses(vit, images, tmp_path):
             (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff\)"),
             (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' is a file"),
             (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5'),
+            ([torch.randn(2, 3, 16, 16)], vit(), dict(limit=1), 'limit does not apply to a loader'),
             (root, vit(in_chans=2), {}, 'Image files have 1, 3 or 4 channels; the model takes 2')):
         with pytest.raises(ValueError, match=message):
             read(source, model, **options)

@@ -97,6 +97,8 @@ def test_images_are_normalised_for_the_teacher(vit, channels):
     teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': mean, 'std': std}
     found = evaluate(model, batches(data, 8), teacher=teacher).results[0].loss
     mean, std = (torch.tensor(values).view(1, channels, 1, 1) for values in (mean, std))
+    wrapped = evaluate(torch.compile(model, backend='eager'), batches(data, 8), teacher=teacher, amp_dtype='bfloat16')
+    assert wrapped.results[0].loss == pytest.approx(found, rel=0.05)
     assert found == pytest.approx(F.cross_entropy(teacher((data[0] * 0.5 + 0.5 - mean) / std), data[1]).item(), rel=1e-5)
     with pytest.raises(ValueError, match=f'The teacher takes images with {channels % 4 + 1} channels, the model with {channels}'):
         evaluate(model, batches(data, 8), teacher=vit(in_chans=channels % 4 + 1))

@@ -68,6 +68,7 @@ def test_names_of_classes_are_saved_whatever_the_source_had(vit, tmp_path):
 
 def test_other_classes_and_another_image_size(vit, tmp_path):
     model = convert_(vit()).model
+    model.of_the_users_own = 'run 1'
     again = reloaded(model, tmp_path / 'a', num_classes=3, img_size=32)
     assert again(torch.randn(1, 3, 32, 32)).shape == (1, 3)
     assert all(torch.equal(again.state_dict()[k], v) for k, v in model.state_dict().items() if k.startswith('blocks'))

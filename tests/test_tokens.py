@@ -158,6 +158,7 @@ def test_compiled_exported_and_in_two_threads(vit, images):
         expected = model(images)
         compiled = torch.compile(model, fullgraph=True, backend='eager')
         torch.testing.assert_close(compiled(images), expected)
+        torch.testing.assert_close(torch.compile(model, dynamic=True, backend='eager')(images), expected)
         batch = torch.export.Dim('batch', max=64)
         exported = torch.export.export(model, (images,), dynamic_shapes=({0: batch},)).module()
         torch.testing.assert_close(exported(images.repeat(2, 1, 1, 1)), expected.repeat(2, 1))

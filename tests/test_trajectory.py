@@ -79,8 +79,8 @@ def test_trajectory_loss_is_relative_and_weighted():
     assert trajectory_loss(only_cls, t, 3, True, (0, 0.1, 0.45)) == 0
     no_register = trajectory_loss(only_cls, t, 1, True, (0.45, 0.1, 0.45))
     assert no_register == pytest.approx(0.5 * (1 / t[:, :1].var(correction=0)).item(), rel=1e-4)
-    with pytest.raises(ValueError, match='set patch_weight above 0'):
-        trajectory_loss(t, t, 0, False, (1, 1, 0))
+    with pytest.raises(ValueError, match='Build both with patch_drop_rate=0'):
+        trajectory_loss(t[:, :4], t, 0, False, (1, 1, 1))
 
 
 def test_logit_loss():
@@ -170,6 +170,7 @@ def test_the_teacher_sees_images_in_its_own_normalisation(vit, channels):
 
 @pytest.mark.parametrize('change, error, message', [
     (lambda s, t: (t, s), TypeError, 'The student must be an ODE-ViT'),
+    (lambda s, t: (torch.compile(s), t), TypeError, 'without OptimizedModule'), (lambda s, t: (s, torch.compile(t)), TypeError, 'without'),
     (lambda s, t: (s, s), ValueError, 'share no parameters'), (lambda s, t: (s, 'deit_tiny'), TypeError, 'Expected a timm model'),
     (lambda s, t: (s, copy.deepcopy(s)), ValueError, 'as it was before its conversion'),
     *((lambda s, t, other=other: (s, timm.create_model('vit_tiny_patch16_224', **{**TINY, **other})), ValueError, f'differ in {message}')
@@ -206,7 +207,7 @@ def test_refuses_settings(vit, settings, message):
       for of in (0, 4)),
     (lambda vit: pair(vit, OdeConfig(blocks=(0, 1))), dict(exits=(0.5,), exit_weight=1.), 'to earlier states, which does not work'),
     (lambda vit: (pair(vit, OdeConfig(blocks=(1, 2)))[0], vit(depth=2)), {}, 'The teacher has only 2 layers'),
-    (pair, dict(task_weight=1., embedding=True), 'task_weight compares classes'),
+    (pair, dict(task_weight=1., embedding=True), 'task_weight compares classes'), (partial(pair, num_classes=1), {}, 'kd_weight compares classes'),
     (lambda vit: (pair(vit)[0], None), dict(trajectory_weight=0., task_weight=1.), 'kd_weight needs a teacher'),
     (lambda vit: (pair(vit)[0], None), dict(trajectory_weight=0., kd_weight=0., task_weight=1., patch_drop=0.5), 'patch_drop needs a teacher'),
 ])
@@ -294,11 +295,11 @@ def test_steps_may_be_shares_and_are_drawn_by_the_seed(vit, images):
 def test_several_numbers_of_steps_in_one_update(vit, batch):
     """The parts are means over both passes, and the second is drawn to the first, which does not move for it."""
     student, teacher = pair(vit)
-    both = TrajectoryDistillationTask(student, teacher, steps=((3, 1),), consistency_weight=0.1).train()
+    both = TrajectoryDistillationTask(student, teacher, steps=((3, 1),), consistency_weight=0.1, task_weight=0.1).train()
     found = both(*batch)
     assert both.drawn == [(3,), (1,)]
     with torch.no_grad():
-        each = [TrajectoryDistillationTask(student, teacher, steps=(k,)).train()(*batch) for k in (3, 1)]
+        each = [TrajectoryDistillationTask(student, teacher, steps=(k,), task_weight=0.1).train()(*batch) for k in (3, 1)]
     for part in ('trajectory_loss', 'kd_loss', 'task_loss'):
         torch.testing.assert_close(found[part], (each[0][part] + each[1][part]) / 2)
     torch.testing.assert_close(found['output'], each[0]['output'])

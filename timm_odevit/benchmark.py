@@ -72,16 +72,41 @@ def benchmark(
     one_of(('default', 'reduce-overhead', 'max-autotune'), none='not compiled')('compiled', compiled)
     candidates: dict[str, nn.Module] = {}
     for name, model in models.items():
-        if images is None and any(ode.config.halting for ode in find_ode_blocks(model)):
+        candidates[name], blocks = model, find_ode_blocks(model)
+        if images is None and any(ode.config.halting for ode in blocks):
             raise ValueError(f"'{name}' halts image by image, so its time depends on the images. Pass images (--data).")
-        candidates.update(_states(name, model, steps, compiled))
+        if len(blocks) == 1 and not blocks[0].config.adaptive:
+            candidates.update({
+                f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
+        if compiled is not None:
+            candidates[f'{name}, compiled'] = torch.compile(  # type: ignore[assignment]
+                copy.deepcopy(model), mode=compiled)
     parameter = next(next(iter(models.values())).parameters())
     machine = {
         'device': processor(parameter), 'threads': torch.get_num_threads(),
         'dtype': str(parameter.dtype).removeprefix('torch.'),
         'torch': torch.__version__, 'timm': timm.__version__, 'timm-odevit': __version__, 'rounds': rounds}
-    return Benchmark(machine, [timing for size in dict.fromkeys(batch_sizes)
-                               for timing in _time(candidates, size, rounds, images, progress)])
+    timings: list[Timing] = []
+    for size in dict.fromkeys(batch_sizes):
+        batches: list[Sequence[Tensor]] = [
+            [torch.randn(size, *data_config(model)['input_size'], dtype=dtype_of(model),
+                         device=next(model.parameters()).device)]
+            if images is None else images(model, max(size, SAMPLE // size * size)).split(size)
+            for model in candidates.values()]
+        runs = [lambda model=model, of=of: [model(batch) for batch in of]
+                for model, of in zip(candidates.values(), batches, strict=True)]
+        times = times_in_turns(runs, rounds, progress)
+        for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
+            low, median, high = (np.percentile(seconds, (25, 50, 75)) / len(of)).tolist()
+            evaluations = 0.
+            for batch in of:
+                model(batch)
+                evaluations += sum(ode.evaluations for ode in find_ode_blocks(model))
+            timings.append(Timing(
+                name, size, median, high - low, float(np.median(seconds / times[0])), evaluations / len(of) or None,
+                peak_of(partial(model, of[-1]), of[-1].device), count_parameters(model),
+                sum(weight.nbytes for weight in model.state_dict().values())))
+    return Benchmark(machine, timings)
 
 
 def times_in_turns(
@@ -109,40 +134,6 @@ def half_intervals(times: np.ndarray) -> np.ndarray:
     logs = np.log(times / times[0])
     n = logs.shape[1]
     return (1.96 + 3 / (n - 1)) * logs.std(axis=1, ddof=1) / n ** 0.5  # nearly Student's t
-
-
-def _states(name: str, model: nn.Module, steps: Sequence[int], compiled: str | None) -> dict[str, nn.Module]:
-    states, blocks = {name: model}, find_ode_blocks(model)
-    if len(blocks) == 1 and not blocks[0].config.adaptive:
-        states.update({f'{name}, K = {count}': with_steps(model, count) for count in steps if count != blocks[0].steps})
-    if compiled is not None:
-        states[f'{name}, compiled'] = torch.compile(copy.deepcopy(model), mode=compiled)  # type: ignore[assignment]
-    return states
-
-
-def _time(
-        candidates: dict[str, nn.Module], size: int, rounds: int, images: Images | None, progress: bool,
-) -> list[Timing]:
-    batches: list[Sequence[Tensor]] = [
-        [torch.randn(size, *data_config(model)['input_size'], dtype=dtype_of(model),
-                     device=next(model.parameters()).device)]
-        if images is None else images(model, max(size, SAMPLE // size * size)).split(size)
-        for model in candidates.values()]
-    runs = [lambda model=model, of=of: [model(batch) for batch in of]
-            for model, of in zip(candidates.values(), batches, strict=True)]
-    times = times_in_turns(runs, rounds, progress)
-    timings: list[Timing] = []
-    for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
-        low, median, high = (np.percentile(seconds, (25, 50, 75)) / len(of)).tolist()
-        evaluations = 0.
-        for batch in of:
-            model(batch)
-            evaluations += sum(ode.evaluations for ode in find_ode_blocks(model))
-        timings.append(Timing(
-            name, size, median, high - low, float(np.median(seconds / times[0])), evaluations / len(of) or None,
-            peak_of(partial(model, of[-1]), of[-1].device), count_parameters(model),
-            sum(weight.nbytes for weight in model.state_dict().values())))
-    return timings
 
 
 def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:

@@ -1,6 +1,8 @@
 """The processes of one run, as started by torchrun."""
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,16 @@ def in_first_process(do: Callable[[], Any]) -> Any:
         except (OSError, ValueError) as e:
             outcome[1] = e
     if world > 1:
-        dist.broadcast_object_list(outcome)
+        dist.broadcast_object_list(outcome, group=_patient(dist.group.WORLD))
     if outcome[1]:
         raise outcome[1]
     return outcome[0]
+
+
+@cache
+def _patient(_: Any) -> Any:
+    """A group of all processes in which they may wait long, as for a validation; NCCL's gives up after ten minutes."""
+    return dist.new_group(backend='gloo', timeout=timedelta(days=7))
 
 
 @contextmanager

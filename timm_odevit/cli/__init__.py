@@ -136,8 +136,16 @@ def _arguments(text: str) -> Iterator[tuple[Any, ...]]:
 
 
 def _add(command: argparse.ArgumentParser, name: str, place: str | None, default: str | None, text: str) -> None:
-    if name.startswith('+'):
-        return _add_settings(command.add_argument_group(text), *name[1:].rsplit('.', 1))
+    if name.startswith('+'):  # the settings of a class, as its docstring describes them
+        module, cls = name[1:].rsplit('.', 1)
+        settings, group = getattr(import_module(f'timm_odevit.{module}'), cls), command.add_argument_group(text)
+        for f in fields(settings):
+            about = settings.about()[f.name].replace('%', '%%')
+            if f.default is not None:
+                about += f' (default: {f.default})'
+            group.add_argument(f"--{f.name.replace('_', '-')}", type=_value, metavar='VALUE', help=about,
+                               default=argparse.SUPPRESS)
+        return
     text = text.replace('%', '%%')
     options: dict[str, Any] = {'help': text if default is None else f'{text} (default: {default})', 'default': default}
     several = {'[': '?', '.': '+', '*': argparse.REMAINDER}
@@ -152,17 +160,6 @@ def _add(command: argparse.ArgumentParser, name: str, place: str | None, default
     elif name.startswith('--'):
         options.update(action='store_true', default=False)
     command.add_argument(*name.strip('[].*').split(','), **options)
-
-
-def _add_settings(group: Any, module: str, name: str) -> None:
-    """An option for each setting of a class, as its docstring describes it."""
-    settings = getattr(import_module(f'timm_odevit.{module}'), name)
-    for f in fields(settings):
-        about = settings.about()[f.name].replace('%', '%%')
-        if f.default is not None:
-            about += f' (default: {f.default})'
-        group.add_argument(f"--{f.name.replace('_', '-')}", type=_value, metavar='VALUE', help=about,
-                           default=argparse.SUPPRESS)
 
 
 def _value(text: str) -> Any:

@@ -47,6 +47,8 @@ def evaluate(args: Any) -> None:
     --batch-size --workers --quiet
     """
     check_file(args.json)
+    if args.test and args.held_out is not None:
+        raise ValueError('--test and --held-out both choose the images to evaluate on. Give one.')
     model = load(args.model, args)
     teacher = load(args.teacher, args)
     embedding = args.embedding or not model.num_classes
@@ -157,7 +159,7 @@ def predict(args: Any) -> None:
     --steps
     --json  print JSON
     """
-    if args.model.endswith(('.onnx', '.pt2')) and ':' not in args.model:
+    if args.model.endswith(('.onnx', '.pt2')) and not args.model.startswith(('local-dir:', 'hf-hub:', *TOWERS)):
         run, about = load_exported(args.model, args.steps)
         blocks, cfg, like = [], about['images'], torch.empty(0)
     else:

@@ -185,7 +185,6 @@ def convert(args: Any) -> None:
     --checkpoint --img-size
     --random  do not load weights
     --size SIZE  size of the result, such as 3M (parameters), 25% or 10MB; chooses --phases and, if not given, --steps
-    --quiet
     +ode.config.OdeConfig  the ODE
     """
     refuse_existing(args.out)

@@ -74,7 +74,14 @@ class Conversion(Replacements):
         self.parameters_before, self.blocks = count_parameters(model), blocks
         self.config = blocks[0].config if len(blocks) == 1 else config
         self.layers = sum(len(site.converted(config)) for site in sites)
-        super().__init__(model, _replacements(model, sites, blocks))
+        rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, blocks, strict=True)]
+        rows += [(model, 'feature_info', ode.feature_info) for ode in blocks if ode.feature]
+        if getattr(host := sites[0].host, 'rope_mixed', False):
+            rows.append((host.rope, 'get_embed', partial(_rope_of_steps, host)))
+        for method, new in (('group_matcher', _group_matcher), ('set_input_size', _set_input_size)):
+            if hasattr(model, method):
+                rows.append((model, method, partial(new, model)))
+        super().__init__(model, rows)
         if not keep_original:
             self._rows.clear()
         self.parameters_after = count_parameters(model)
@@ -153,17 +160,6 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
     for module in {*ode.modules()} - kept:
         module.training = model.training
     return ode
-
-
-def _replacements(model: Any, sites: list[Site], built: tuple[OdeBlocks, ...]) -> list[tuple[Any, str, Any]]:
-    rows: list[tuple[Any, str, Any]] = [(site.host, 'blocks', ode) for site, ode in zip(sites, built, strict=True)]
-    rows += [(model, 'feature_info', ode.feature_info) for ode in built if ode.feature]
-    if getattr(host := sites[0].host, 'rope_mixed', False):
-        rows.append((host.rope, 'get_embed', partial(_rope_of_steps, host)))
-    for method, new in (('group_matcher', _group_matcher), ('set_input_size', _set_input_size)):
-        if hasattr(model, method):
-            rows.append((model, method, partial(new, model)))
-    return rows
 
 
 def _logits(model: Any, state: Tensor) -> Tensor:

@@ -47,26 +47,27 @@ def spectral_(weight: Tensor, parts: int) -> Tensor:
     return weight
 
 
-def _set_per_layer(block: nn.Module, others: list[Any]) -> None:
-    """Give a block the mean of the constants that timm sets by depth in others."""
-    constants = [{(name, key): getattr(module, key) for name, module in other.named_modules() for key in PER_LAYER
-                  if isinstance(getattr(module, key, None), float)} for other in others]
-    for name, key in set().union(*constants):
-        value = sum(by_name.get((name, key), 0.) for by_name in constants) / len(others)
-        if key == 'drop_prob':
-            parent, _, own = name.rpartition('.')
-            setattr(block.get_submodule(parent), own, DropPath(value) if value > 0. else nn.Identity())
-        else:
-            setattr(block.get_submodule(name), key, value)
-
-
 def _build(config: OdeConfig, originals: list[Any]) -> Field:
     cls = FIELDS[config.field]
     base = (field_class(originals[0]) if cls is NativeField else cls).like(originals)
-    if isinstance(base, NativeField):
-        _set_per_layer(base.block, originals)
+    if isinstance(base, NativeField):  # its block gets the mean of the constants that timm sets by depth
+        constants = [{(name, key): getattr(module, key) for name, module in other.named_modules() for key in PER_LAYER
+                      if isinstance(getattr(module, key, None), float)} for other in originals]
+        for name, key in set().union(*constants):
+            value = sum(by_name.get((name, key), 0.) for by_name in constants) / len(originals)
+            if key == 'drop_prob':
+                parent, _, own = name.rpartition('.')
+                setattr(base.block.get_submodule(parent), own, DropPath(value) if value > 0. else nn.Identity())
+            else:
+                setattr(base.block.get_submodule(name), key, value)
     if config.init == 'spectral':
-        _spectral_init(base)
+        for name, module in base.named_modules():
+            if isinstance(module, nn.Linear):
+                spectral_(module.weight, 3 if name.endswith('qkv') else 1)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+            elif hasattr(module, 'reset_parameters') and not list(module.children()):
+                module.reset_parameters()
         return base
     layers = [cls.values(block) for block in originals]
     statistics = ((name, buffer) for name, buffer in base.named_buffers()  # running means and variances, not counts
@@ -74,16 +75,6 @@ def _build(config: OdeConfig, originals: list[Any]) -> Field:
     for name, tensor in (*base.named_parameters(), *statistics):
         tensor.copy_(torch.stack([_precise(values[name]) for values in layers]).mean(0))
     return base
-
-
-def _spectral_init(field: Field) -> None:
-    for name, module in field.named_modules():
-        if isinstance(module, nn.Linear):
-            spectral_(module.weight, 3 if name.endswith('qkv') else 1)
-            if module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif hasattr(module, 'reset_parameters') and not list(module.children()):
-            module.reset_parameters()
 
 
 def _precise(tensor: Tensor) -> Tensor:

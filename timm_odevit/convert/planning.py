@@ -56,11 +56,7 @@ def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
     if count > 1 and sum(len(set(kinds(blocks))) for blocks in chosen) == count:
         raise cannot_convert(
             model, f'each of its {count} blocks has different parameters or settings, so none can be shared')
-    _check_settings(type(model).__name__, sites, config)
-    return sites
-
-
-def _check_settings(name: str, sites: list[Site], config: OdeConfig) -> None:
+    name = type(model).__name__
     if len(sites) > 1 and (config.blocks or config.T):
         wrong = f'blocks={config.blocks}' if config.blocks else f'T={config.T}'
         raise ValueError(f'{wrong} applies only to models with one sequence of blocks, but {name} has {len(sites)}.')
@@ -73,16 +69,17 @@ def _check_settings(name: str, sites: list[Site], config: OdeConfig) -> None:
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
     for stage, site in enumerate(sites):
-        chosen = site.converted(config)
-        layout(config.resolve(len(chosen), stage), borders(config, chosen), min(chosen))  # refuses too few
+        blocks = site.converted(config)
+        layout(config.resolve(len(blocks), stage), borders(config, blocks), min(blocks))  # refuses too few
     for block in (block for site in sites for block in site.converted(config).values()):
-        kind = type(block).__name__
+        what = type(block).__name__
         if why := FIELDS[config.field].refused(block, config.init):
-            raise ValueError(f"field='{config.field}' cannot replace a {kind} of {name}: {why}. Use field='native'.")
+            raise ValueError(f"field='{config.field}' cannot replace a {what} of {name}: {why}. Use field='native'.")
         if not config.adaptive and METHODS[config.method].splits and field_class(block) is WholeField:
             unsplit = ', '.join(method for method in METHODS if not METHODS[method].splits)
-            raise ValueError(f"'{config.method}' splits blocks into attention and MLP, but a {kind} of {name} cannot "
+            raise ValueError(f"'{config.method}' splits blocks into attention and MLP, but a {what} of {name} cannot "
                              f'be split. Use a method that does not split it ({unsplit}).')
+    return sites
 
 
 def count_in_words(count: int) -> str:

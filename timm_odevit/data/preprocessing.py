@@ -78,9 +78,10 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
 
 def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
     """From a model's normalisation of images [B, C, H, W] to its teacher's; None if equal, or if one gives none."""
-    if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in (model, teacher) for key in ('mean', 'std')):
+    models = [unwrap_model(each) for each in (model, teacher)]
+    if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in models for key in ('mean', 'std')):
         return None
-    cfgs = [resolve_input_data_config(unwrap_model(m)) for m in (model, teacher)]
+    cfgs = list(map(resolve_input_data_config, models))
     (mean, mean_t), (std, std_t) = (
         [torch.tensor(cfg[key]).view(1, -1, 1, 1) for cfg in cfgs] for key in ('mean', 'std'))
     if mean.shape != mean_t.shape:

@@ -100,6 +100,8 @@ def read_data(
         return replace(again(labels=False), why=why)
     labels, fits = bool(labels), bool(labels) and not any_classes
     if kind == 'loader':
+        if limit is not None:
+            raise ValueError('limit does not apply to a loader. Give fewer batches.')
         batches = Mapped(source) if labels else Mapped(source, unlabelled)
         return Data(batches, batches, None, None, None, 0, fits, {'train': 'the images'})
     parts, names, number, words = _parts(source, kind, model, labels, share > 0, any_classes)
@@ -144,7 +146,7 @@ NOTE = 'held out of training, by hash: '  # a model's note of the share
 def held_out_of(model: Any) -> float | None:
     """The share that the training of a model held out by hash, if that is known."""
     notes = map(str, (getattr(model, 'pretrained_cfg', None) or {}).get('notes') or ())
-    return next((float(note[len(NOTE):]) for note in notes if re.fullmatch(NOTE + r'0(\.\d+)?', note)), None)
+    return next((float(note[len(NOTE):]) for note in notes if re.fullmatch(NOTE + r'\d(\.\d+)?(e-\d+)?', note)), None)
 
 
 def _kind(source: Any) -> str:

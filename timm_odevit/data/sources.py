@@ -123,7 +123,12 @@ def read_npz(
             for part in ('train', 'test') if labelled or 'x_test' in archive else ('train',):
                 if channels:
                     x[part] = torch.as_tensor(archive[f'x_{part}'])
-                y[part] = torch.as_tensor(archive[f'y_{part}']) if labelled else torch.zeros(len(x[part])).long()
+                if labelled:
+                    y[part] = torch.as_tensor(archive[f'y_{part}'])
+                else:  # what is held out of each class does not depend on whether the labels are needed
+                    own = archive[f'y_{part}'] if f'y_{part}' in archive else np.empty(0)
+                    own = own if own.shape == (len(x[part]),) else np.zeros(len(x[part]))
+                    y[part] = torch.as_tensor(np.unique(own, return_inverse=True)[1])
             names = archive['classes'] if labelled and 'classes' in archive else None
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
@@ -147,7 +152,7 @@ def read_npz(
 
 def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
     """Labels of so many images [N] in int64, or ValueError."""
-    if not isinstance(labels, Tensor) or labels.shape != (count,) or labels.dtype == torch.bool or (
+    if not isinstance(labels, Tensor) or labels.shape != (count,) or not count or labels.dtype == torch.bool or (
             labels.is_floating_point() or labels.is_complex()):
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '
                          f'labels.argmax(dim=1)); got {count} images and {described(labels)}.')

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..data.batches import read_batches
@@ -22,7 +23,7 @@ THRESHOLDS = 1000  # that are tried
 
 def evaluate(
         model: nn.Module, loader: Iterable[Any], *, steps: int | Sequence[int] | None = None,
-        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False,
+        teacher: nn.Module | None = None, amp_dtype: torch.dtype | str | None = None, progress: bool = False,
 ) -> Evaluation[Result]:
     """Measure accuracy per image, at several step counts, on the model's device.
 
@@ -43,7 +44,8 @@ def evaluate(
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
         >>> print(found)
     """
-    classes = [getattr(each, 'num_classes', None) for each in (model, model if teacher is None else teacher)]
+    classes = [getattr(unwrap_model(each), 'num_classes', None)
+               for each in (model, model if teacher is None else teacher)]
     if classes[0] == 0:
         raise ValueError(f'This {type(model).__name__} has no classes. Measure it with evaluate_embeddings.')
     if None not in classes and classes[0] != classes[1]:
@@ -123,9 +125,23 @@ def calibrate_halting(
     if blocks.readout is None or blocks.after or getattr(model, 'num_classes', 0) < 2:
         raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, or '
                          'gives no classes, so no image can halt.')
+    rows = []  # by image, the scores after each step [B, K], and whether the answer is right [B, K]
     with evaluating(model), torch.inference_mode():
-        rows = [_scores(model, blocks, *batch)
-                for batch in read_batches(loader, labels=None, bar='halting' if progress else '')]
+        for images, labels in read_batches(loader, labels=None, bar='halting' if progress else ''):
+            with watch_blocks([[blocks]]) as [(states, handed)]:  # one on a step would keep other threads from halting
+                model(images.to(next(model.parameters())))
+            if not handed:
+                raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the '
+                                 'batch between them. If it has gradient checkpointing, call '
+                                 'model.set_grad_checkpointing(False).')
+            x, (args, kwargs) = states[0], handed[0]
+            for block in blocks.before:
+                x = block(x, *args, **kwargs)
+            path = blocks.trajectory(x, *args, **kwargs)
+            logits = torch.stack([blocks.readout(state) for state in path[1:]], dim=1)
+            answers = logits.argmax(dim=-1)
+            truth = answers[:, -1] if labels is None else check_labels(labels.to(answers.device), logits.shape[-1])
+            rows.append((entropy(logits).cpu(), (answers == truth[:, None]).cpu()))
     scores, right = (torch.cat(batches) for batches in zip(*rows, strict=True))
     full = right[:, -1].double().mean().item()
     best = None
@@ -143,23 +159,6 @@ def calibrate_halting(
         threshold=threshold, images=len(right),
         nfe=METHODS[blocks.method].evaluations * taken.double().mean().item(),
         full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full)
-
-
-def _scores(model: Any, blocks: Any, images: Tensor, labels: Tensor | None) -> tuple[Tensor, Tensor]:
-    """After each step, the scores [B, K], and whether the answer is right [B, K]."""
-    with watch_blocks([[blocks]]) as [(states, handed)]:  # a hook on a step would keep other threads from halting
-        model(images.to(next(model.parameters())))
-    if not handed:
-        raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the batch '
-                         'between them. If it has gradient checkpointing, call model.set_grad_checkpointing(False).')
-    x, (args, kwargs) = states[0], handed[0]
-    for block in blocks.before:
-        x = block(x, *args, **kwargs)
-    path = blocks.trajectory(x, *args, **kwargs)
-    logits = torch.stack([blocks.readout(state) for state in path[1:]], dim=1)
-    answers = logits.argmax(dim=-1)
-    truth = answers[:, -1] if labels is None else check_labels(labels.to(answers.device), logits.shape[-1])
-    return entropy(logits).cpu(), (answers == truth[:, None]).cpu()
 
 
 def _thresholds(scores: Tensor) -> list[float]:

@@ -23,7 +23,7 @@ PENALTY = 1e-3
 def evaluate_embeddings(
         model: nn.Module, loader: Iterable[Any], *, labelled: Iterable[Any] | None = None,
         class_embeddings: Tensor | None = None, steps: int | Sequence[int] | None = None,
-        teacher: nn.Module | None = None, amp_dtype: torch.dtype | None = None, progress: bool = False,
+        teacher: nn.Module | None = None, amp_dtype: torch.dtype | str | None = None, progress: bool = False,
 ) -> Evaluation[EmbeddingResult]:
     """Measure the outputs of a model, with or without classes, as embeddings, at several step counts.
 

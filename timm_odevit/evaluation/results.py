@@ -11,7 +11,7 @@ from typing_extensions import TypeVar
 from ..data.batches import read_batches
 from ..data.preprocessing import renormalisation
 from ..files import markdown_table, to_json, write_text
-from ..hooks import autocast, evaluating
+from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
@@ -20,14 +20,22 @@ NO_CLASS = -1  # the class of an image whose outputs are not finite, which is ne
 def passes(
         model: nn.Module, loader: Any, each: Callable[[Tensor, Any], tuple[Tensor, ...]], *,
         steps: int | Sequence[int] | None, teacher: nn.Module | None, others: Any = None, labels: bool = True,
-        amp_dtype: torch.dtype | None, progress: bool,
+        amp_dtype: Any, progress: bool,
 ) -> Iterator[tuple[dict[str, Any], str, list[Tensor], list[Tensor]]]:
     """Run one or two data sets through the teacher, if any, and through a model with each number of steps.
 
     `each` computes tensors [B, ...] of the outputs in float32 and, if there are any, the labels of a batch. Yields what
     every result says, a name, and these tensors [N, ...] of all images of the first and of the other data set.
     """
-    runs: list[Any] = [('model' if teacher is None else 'student', *view, None) for view in views(model, steps)]
+    amp_dtype = AMP_DTYPES.get(amp_dtype, amp_dtype)  # also by its name
+    kind, blocks = 'model' if teacher is None else 'student', find_ode_blocks(model)
+    name = f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model'
+    runs: list[Any] = [(kind, name, model, None)]
+    if steps is not None:
+        counts = dict.fromkeys(steps if isinstance(steps, Iterable) else [steps])
+        if not counts:
+            raise ValueError('steps is empty. Give some, or None.')
+        runs = [(kind, f'{count} steps', with_steps(model, count), None) for count in counts]
     if teacher is not None:
         runs.insert(0, ('teacher', 'teacher', teacher, renormalisation(model, teacher)))
     if len(runs) > 1 and (isinstance(loader, Iterator) or isinstance(others, Iterator)):
@@ -43,17 +51,6 @@ def passes(
             raise ValueError('The loader does not give the same images in the same order each time. Make it with '
                              'shuffle=False and without augmentation.')
         yield about, name, columns, [] if others is None else _run(view, others, *options)[2:]
-
-
-def views(model: nn.Module, steps: int | Sequence[int] | None) -> list[tuple[str, nn.Module]]:
-    """A name and a view for each of the step counts; the model itself for None."""
-    blocks = find_ode_blocks(model)
-    if steps is None:
-        return [(f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model', model)]
-    counts = dict.fromkeys(steps if isinstance(steps, Iterable) else [steps])
-    if not counts:
-        raise ValueError('steps is empty. Give some, or None.')
-    return [(f'{count} steps', with_steps(model, count)) for count in counts]
 
 
 def _run(

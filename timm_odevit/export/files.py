@@ -44,8 +44,8 @@ def export_model(
             pictures in a browser, by weights in 4 bits, for ViTs of ordinary blocks; .pt2, torch.export.load, on the
             model's device.
         int8: Compute linear layers in int8, with a scale for each row, and store weights so (only .onnx).
-        bits: 4 stores matrices in 4 bits, in groups of 32 with a scale and a zero point, and all else in 16, whatever
-            is computed in; None does not (only .onnx, of a float32 model).
+        bits: 4 stores matrices in 4 bits, as `save_pretrained` does, whatever is computed in (only .onnx, of a float32
+            model).
         any_steps: Make the number of steps a second input, `steps`, int64 [], which may be left out for the model's
             own; at least one for each shared block (only .onnx).
 

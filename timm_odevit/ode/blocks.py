@@ -1,7 +1,6 @@
 """OdeBlocks: the drop-in replacement for `model.blocks`; views of a model with another number of steps."""
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +70,8 @@ class OdeBlocks(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == 'shared' and 'solver' in self._modules:  # by a wrapper, say: the steps must hold it, too
+            if len(value.phases) > 1 and not isinstance(value, Field):
+                raise TypeError('Steps call one shared block each. Wrap those, blocks.shared.fields[i].')
             for step in self.solver:
                 step.set_field(value)
         super().__setattr__(name, value)
@@ -176,9 +177,7 @@ class OdeBlocks(nn.Module):
 
     def _solve(self, x: Tensor, times: list[float], args: Any, kwargs: Any) -> Tensor:
         context = self.shared.context(args, kwargs)
-        kind = x.device.type  # its rounding would count as an error
-        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
-            states, self._counts.evaluations = solve_adaptive(self.shared, x, times, self.config, context)
+        states, self._counts.evaluations = solve_adaptive(self.shared, x, times, self.config, context)
         return states
 
     def _halts(self, x: Any) -> bool:

@@ -167,7 +167,8 @@ class LipschitzField(Field):
     def refused(cls, block, init):
         if not isinstance(block, Block) or not isinstance(block.attn, Attention):
             return 'it replaces plain pre-norm ViT blocks'
-        plain = isinstance(block.mlp, Mlp) and isinstance(block.norm1, nn.LayerNorm) and block.norm1.bias is not None
+        plain = isinstance(block.mlp, Mlp) and isinstance(block.norm1, nn.LayerNorm) and (
+            block.norm1.bias is not None and isinstance(block.attn.q_norm, nn.Identity))
         if init != 'spectral' and not plain:
             return "only with init='spectral' can it replace blocks with another MLP or norm than a plain ViT's"
         return ''

@@ -33,7 +33,16 @@ def run_halting(
                              'Set halting=None.')
     taken = torch.full((x.shape[0],), len(steps), device=x.device)  # len(x) would fix it in a graph
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
-        return _run_all(steps, x, readout, threshold, taken)
+        # shapes must not depend on values: every image goes through all steps
+        halted = torch.zeros_like(taken, dtype=torch.bool)
+        for i, (step, context) in enumerate(steps, 1):
+            before, x = x, step(x, context)
+            x = carry(groups_of(x), torch.where(halted.view(-1, *[1] * (x.ndim - 1)), before, x))
+            if i < len(steps):
+                done = entropy(readout(x)) <= threshold
+                taken = torch.where(done & ~halted, i, taken)
+                halted = halted | done
+        return x, taken
     active, ended = torch.arange(len(x), device=x.device), x
     for i, (step, context) in enumerate(steps, 1):
         x = step(x, context)
@@ -49,17 +58,3 @@ def run_halting(
             groups, active = groups_of(x), active[stay]
             x = carry(groups and Groups(*(of[stay] for of in groups)), x[stay])
     return ended.index_copy(0, active, x), taken
-
-
-def _run_all(steps: list[tuple[Any, Context]], x: Tensor, readout: Readout, threshold: float,
-             taken: Tensor) -> tuple[Tensor, Tensor]:
-    # shapes must not depend on values: every image goes through all steps
-    halted = torch.zeros_like(taken, dtype=torch.bool)
-    for i, (step, context) in enumerate(steps, 1):
-        before, x = x, step(x, context)
-        x = carry(groups_of(x), torch.where(halted.view(-1, *[1] * (x.ndim - 1)), before, x))
-        if i < len(steps):
-            done = entropy(readout(x)) <= threshold
-            taken = torch.where(done & ~halted, i, taken)
-            halted = halted | done
-    return x, taken

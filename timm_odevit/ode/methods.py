@@ -17,7 +17,7 @@ class Step(nn.Module):
     order: int  # of convergence of the global error
     evaluations: int  # of the field in one step; one of a sub-flow alone counts as half
     splits = False  # whether the step advances the two sub-flows one after the other
-    field: Any
+    whole: Any
     advance: Any  # the state at t + h [B, N, D], or of its groups of tokens [B, G, D], for that at t and a Context
 
     def __init__(self, field: Field, t: float, h: float, merging: TokenMerging | None = None) -> None:
@@ -26,9 +26,13 @@ class Step(nn.Module):
         self.set_field(field)
 
     def set_field(self, field: Field) -> None:
-        """Hold a field, of several phases the one that applies where the step starts; not as a submodule."""
-        # it is named, saved, moved and trained once, as the blocks' `shared`
-        self.__dict__['field'] = field.select(self.t) if len(field.phases) > 1 else field
+        """Hold a field, not as a submodule: it is named, saved, moved and trained once, as the blocks' `shared`."""
+        self.__dict__['whole'] = field
+
+    @property
+    def field(self) -> Any:
+        """Of several phases, the one that applies where the step starts."""
+        return self.whole.select(self.t) if len(self.whole.phases) > 1 else self.whole
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         context = self.field.context(args, kwargs)

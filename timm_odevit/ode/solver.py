@@ -1,5 +1,6 @@
 """The steps that a configuration asks for, and adaptive methods by way of torchdiffeq."""
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -51,11 +52,8 @@ class AdaptiveStep(Step):
         super().__init__(field, t, h)
         self.config = config
 
-    def set_field(self, field: Field) -> None:
-        self.__dict__['field'] = field  # with all its phases
-
     def advance(self, x: Tensor, context: Context) -> Tensor:
-        return solve_adaptive(self.field, x, [self.t, self.t + self.h], self.config, context)[0][-1]
+        return solve_adaptive(self.whole, x, [self.t, self.t + self.h], self.config, context)[0][-1]
 
 
 def solve_adaptive(
@@ -75,19 +73,21 @@ def solve_adaptive(
         return piece(t, x, context, '')
     # no error estimate holds across a jump of the field: each piece between two is solved separately, with its weights
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
-    for start, end in pairwise([times[0], *jumps, times[-1]]):
-        piece, inner = field.select(start), [t for t in times if start + _SAME < t < end - _SAME]
-        inside = context._replace(weights=piece.fold())
-        grid = torch.tensor([start, *inner, end], dtype=x.dtype, device=x.device)
-        try:
-            path = torchdiffeq.odeint(
-                partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method)
-        except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
-            raise FloatingPointError(
-                f"'{config.method}' failed between t = {start:g} and {end:g} after {evaluations} evaluations: {e}. "
-                'Loosen rtol and atol, or check the field for divergence.') from e
-        x = path[-1]
-        states += path[1:-1].unbind()
-        if any(abs(end - t) < _SAME for t in times):
-            states.append(x)
+    kind = x.device.type  # autocast's rounding would count as an error
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+        for start, end in pairwise([times[0], *jumps, times[-1]]):
+            piece, inner = field.select(start), [t for t in times if start + _SAME < t < end - _SAME]
+            inside = context._replace(weights=piece.fold())
+            grid = torch.tensor([start, *inner, end], dtype=x.dtype, device=x.device)
+            try:
+                path = torchdiffeq.odeint(
+                    partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method)
+            except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
+                raise FloatingPointError(
+                    f"'{config.method}' failed between t = {start:g} and {end:g} after {evaluations} evaluations: {e}. "
+                    'Loosen rtol and atol, or check the field for divergence.') from e
+            x = path[-1]
+            states += path[1:-1].unbind()
+            if any(abs(end - t) < _SAME for t in times):
+                states.append(x)
     return torch.stack(states), evaluations

@@ -75,7 +75,8 @@ class TokenMerging:
 
 def tokens_at(patches: int, share: float, progress: float) -> int:
     """How many of some patch tokens are left at t = `progress` T: the number falls linearly in t, to a share at T."""
-    return max(1, round(int(patches) * (1. - (1. - share) * progress) + 1e-6))  # halves up, whatever the rounding of t
+    # halves up, whatever the rounding of t; compiled shapes cannot be rounded
+    return max(1, int(int(patches) * (1. - (1. - share) * progress) + 0.5 + 1e-6))
 
 
 def groups_of(x: Tensor) -> Groups | None:

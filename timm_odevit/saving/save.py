@@ -105,7 +105,6 @@ def push_to_hub(
 
     Examples:
         >>> address = push_to_hub(student, 'org/name', private=True)
-        >>> again = timm.create_model('hf-hub:org/name', pretrained=True)
     """
     with tempfile.TemporaryDirectory() as temporary:
         made = isinstance(model, nn.Module)
@@ -165,7 +164,9 @@ def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
                          "norm_layer='layernorm'.") from None
     with on_meta():
         rebuilt = timm.create_model(architecture, **args)
-    for ours, theirs in zip_longest(structure(model), structure(rebuilt), fillvalue='nothing in its place'):
+    extra = tuple(f'{name} = ' for name in vars(model).keys() - vars(rebuilt).keys())  # the user's own
+    lines = [line for line in structure(model) if not line.startswith(extra)]
+    for ours, theirs in zip_longest(lines, structure(rebuilt), fillvalue='nothing in its place'):
         if ours != theirs:
             raise ValueError(f'{architecture} with {args} would not rebuild this model: it has {ours}, the rebuilt one '
                              f'{theirs}. {hint}')

@@ -1,4 +1,4 @@
-"""What is compared, and its measurement: a new row of the verdict is a function in FORMS that yields a Candidate."""
+"""What is compared, and its measurement."""
 import copy
 import math
 import shutil
@@ -62,38 +62,21 @@ class Row:
     neighbours: float = math.nan  # nearest images that are the original's, in percent
 
 
-def _originals(material: Material, *_: Any) -> Iterator[Candidate]:
+def candidates(material: Material, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
+    """The forms in which a model can be used, each a row of the verdict; the model itself comes first."""
     yield from Candidate('original', 'original', material.model).and_smaller()
-
-
-def _fewer_tokens(material: Material, *_: Any) -> Iterator[Candidate]:
     for share in TOKENS:
         try:
             fewer = convert_(copy.deepcopy(material.model), phases=len(find_stages(material.model)[0].blocks),
                              tokens=share, keep_original=False).model
         except (TypeError, ValueError):  # windows, say
-            return
+            break
         yield Candidate('original', f'original, tokens = {share:g}', fewer)
-
-
-def _plain(_: Material, __: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
     if plain is not None:
         count = len(find_ode_blocks(plain)[0])
-        yield from Candidate('plain', f"plain, {count} block{'s' if count > 1 else ''}", plain).and_smaller()
-
-
-def _student(_: Material, student: nn.Module, *__: Any) -> Iterator[Candidate]:
+        yield from Candidate('plain', f"plain, {count} block{'s' * (count > 1)}", plain).and_smaller()
     steps = '+'.join(str(ode.steps) for ode in find_ode_blocks(student))  # no other number was trained
     yield from Candidate('student', f'student, K = {steps}', student).and_smaller()
-
-
-FORMS = (_originals, _fewer_tokens, _plain, _student)  # in which a model can be used
-
-
-def candidates(material: Material, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
-    """In all forms; the model comes first."""
-    for form in FORMS:
-        yield from form(material, student, plain)
 
 
 def _files(

@@ -59,7 +59,6 @@ def shrink(
     Args:
         model: Model that `convert_` accepts, with weights, on the device to train on; it is left as it is.
         images: A folder, an .npz, images [N, C, H, W], normalised for the model, or a pair of such and labels [N].
-        out: Folder for the results.
         size: Size of the student, as for `choose_size`; None for a quarter of the blocks.
         keep: Share of the original's accuracy to keep, such as 0.95 or '95%', instead of a size: a quarter of the
             minutes goes into finding the smallest student that keeps it. None for no search, and 0.95 in the verdict.
@@ -70,7 +69,6 @@ def shrink(
         resume: Continue the run in the folder. With more minutes, both trainings go on from where the learning rate was
             still constant; of all their states, the best counts.
         command: What `odevit shrink --resume` is to find in run.json.
-        progress: Show progress bars, and say what is done.
 
     Raises TypeError or ValueError if the model cannot be converted, or a setting, the images or the folder are invalid;
     FloatingPointError if the loss stopped being finite; OSError if a file could not be written.
@@ -78,7 +76,6 @@ def shrink(
     Examples:
         >>> verdict = shrink(vit, 'photos', 'small', minutes=60)
         >>> print(verdict)
-        >>> student = timm.create_model('local-dir:small/student/best', pretrained=True)
     """
     folder, say = Path(out), print if progress else lambda *_: None
     minutes = None if minutes is None else MINUTES('minutes', minutes)

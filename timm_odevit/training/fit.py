@@ -57,7 +57,6 @@ def fit(
 
     Examples:
         >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, loader, out='run', epochs=10)
-        >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
     config = FitConfig.from_keywords(config, settings, 'fit')
     if not isinstance(task, TrainingTask):

@@ -4,7 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec, module_from_spec
 from itertools import count, islice
 from typing import Any
@@ -127,17 +127,11 @@ def create_optimizer(model: nn.Module, config: FitConfig) -> Any:
     optimizer = create_optimizer_v2(model, opt=config.opt, lr=config.lr, weight_decay=config.weight_decay)
     if type(optimizer) is not Muon or next(model.parameters()).device.type != 'cpu':
         return optimizer
-    return _muon_in_float32()(optimizer.param_groups, **optimizer.defaults)
-
-
-@cache
-def _muon_in_float32() -> Any:
-    """From a copy of timm's module, since it takes the dtype of its products from there."""
     spec: Any = find_spec('timm.optim.muon')
-    own: Any = module_from_spec(spec)
+    own: Any = module_from_spec(spec)  # a copy, since it takes the dtype of its products from its module
     spec.loader.exec_module(own)
     own.zeropower_via_newtonschulz = partial(own.zeropower_via_newtonschulz, dtype=torch.float32)
-    return own.Muon
+    return own.Muon(optimizer.param_groups, **optimizer.defaults)
 
 
 class Stream:
@@ -210,7 +204,8 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
         images, labels = batch
         check_images(images)
         known = getattr(task, 'labelled', True) and not getattr(task, 'embedding', False)
-        criterion = getattr(task, 'criterion', None) if known else None
+        used = known and getattr(getattr(task, 'config', None), 'task_weight', 1.) > 0
+        criterion = getattr(task, 'criterion', None) if used else None
         if criterion is not None and labels.ndim == 1 and not labels.is_floating_point():  # others stop a GPU
             ignored = labels == getattr(criterion, 'ignore_index', -100)
             check_labels(labels.masked_fill(ignored, 0), getattr(models_of(task)['model'], 'num_classes', None))

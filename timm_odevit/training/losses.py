@@ -85,7 +85,7 @@ class TrajectoryPass(nn.Module):
 
     def _output_losses(self, output: Tensor, wanted: Tensor | None, labels: Any, criterion: Any) -> dict[str, Tensor]:
         kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
-        return kd if labels is None or self.config.embedding else {**kd, 'task': criterion(output, labels)}
+        return {**kd, 'task': criterion(output, labels)} if self.config.task_weight > 0 else kd
 
     def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
         if self.config.embedding:
@@ -117,6 +117,9 @@ def trajectory_loss(
     The weighted mean over class token, registers and patches, which come in this order, as far as there are any: 0 for
     equal states, 1 for a student that explains nothing.
     """
+    if student.shape != teacher.shape:
+        raise ValueError(f'The student has states {list(student.shape)}, the teacher {list(teacher.shape)}. Build both '
+                         'with patch_drop_rate=0; patch_drop of the loss drops the same patches in both.')
     bounds = 0, int(has_class_token), num_prefix_tokens, student.shape[1]
     loss, total = student.new_zeros((), dtype=torch.float32), 0.
     for (start, stop), weight in zip(pairwise(bounds), weights, strict=True):
@@ -124,9 +127,7 @@ def trajectory_loss(
             s, t = student[:, start:stop].float(), teacher[:, start:stop].float()
             loss = loss + weight * F.mse_loss(s, t) / _variance(t).clamp_min(1e-12)
             total += weight
-    if total == 0.:
-        raise ValueError('The weights are 0 for all tokens that the model has; set patch_weight above 0.')
-    return loss / total
+    return loss / (total or 1.)
 
 
 def _variance(x: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from timm.models.vision_transformer import VisionTransformer
+from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..convert.block_kinds import find_stages, has_class_token, prefix_tokens
@@ -21,6 +22,10 @@ def is_one_sequence(student: Any) -> bool:
 
 def check_models(student: Any, teacher: Any) -> None:
     """Refuse a student that is no ODE-ViT, or whose states cannot follow its teacher's."""
+    for each in (student, teacher):
+        if each is not None and unwrap_model(each) is not each:
+            raise TypeError(f'Give student and teacher as they are, without {type(each).__name__}, since their states '
+                            'are read. fit(compile=True) compiles their blocks.')
     if not find_ode_blocks(student):
         raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
     if teacher is None:
@@ -61,6 +66,8 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
               for part in ('trajectory', 'kd')),
             (weights['task'] > 0 and (config.embedding or student.num_classes == 0),
              'task_weight compares classes, but the outputs are embeddings. Set it to 0.'),
+            (weights['kd'] > 0 and student.num_classes == 1 and not config.embedding,
+             'kd_weight compares classes, but there is one output. Set it to 0, or embedding=True.'),
             (weights['trajectory'] and not (config.patch_weight or (has_cls and config.cls_weight) or (
                 prefix > has_cls and config.register_weight)),
              f'patch_weight is 0, and so are the weights of the other tokens of {name}. Set it above 0.'),

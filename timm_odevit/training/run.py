@@ -61,7 +61,6 @@ def train(
     Examples:
         >>> recipe = Recipe.load('autonomous', ['data.batch_size=8', 'stages.0.fit.epochs=1', 'stages.1.fit.epochs=1'])
         >>> history = train(recipe, 'photos', 'run', teacher=teacher)
-        >>> best = timm.create_model('local-dir:run/best', pretrained=True)
     """
     if not isinstance(recipe, Recipe):
         raise TypeError(f"train runs a Recipe; got {recipe!r}. Give one, such as Recipe.load('three_blocks').")

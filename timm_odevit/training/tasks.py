@@ -2,7 +2,7 @@
 import math
 import random
 from collections.abc import Iterable
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -103,41 +103,32 @@ class TrajectoryDistillationTask(TrainingTask):
         Returns 'loss', 'output' (logits [B, classes] or embeddings [B, E], of the update's first number of steps), and
         the parts before weighting, such as 'trajectory_loss', averaged over the update's numbers of steps.
         """
-        views = self._views_of_update()
+        student, config = unwrap_model(self.trainable_module).student, self.config
+        own = tuple(ode.steps for ode in find_ode_blocks(student))
+        self.drawn = [own]
+        if self.training and config.steps is not None:  # from the update, so that all processes draw the same
+            n = len(config.steps)
+            chosen = random.Random(f'{self.seed} {self.update // n}').sample(range(n), n)[self.update % n]
+            self.update += 1
+            self.drawn = list(zip(*(counts[chosen] for counts in self.counts), strict=True))
+        # views are made anew, so that they have the student's present mode, checkpointing and image size
+        views = [student if steps == own else with_steps(student, steps) for steps in self.drawn]
         wanted: Any = None
         seen: Any = [([], [])] * len(self.counts)
-        if self.training and self.config.corrupt:
-            input = corrupted(input, self.config.corrupt)
-        with self._patches_of_update(views[0], input):
+        if self.training and config.corrupt:
+            input = corrupted(input, config.corrupt)
+        with ExitStack() as hooks:
+            if self.training and config.patch_drop:  # teacher and student drop the same patches
+                patches = math.prod(student.patch_embed.dynamic_feat_size(input.shape[-2:]))
+                left = torch.randperm(patches)[:max(1, round((1. - config.patch_drop) * patches))].sort().values
+                prefix = student.num_prefix_tokens
+                index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
+                for model in (self.teacher, views[0]):
+                    hooks.enter_context(model.patch_drop.register_forward_hook(lambda module, args, x: x[:, index]))
             if self.teacher is not None:
                 with torch.no_grad(), watch_blocks([site.blocks for site in find_stages(self.teacher)]) as seen:
                     wanted = self.teacher(self.for_teacher(input).to(next(self.teacher.parameters())))
             return self.trainable_module(views, input, seen, wanted, target, self.criterion)
-
-    def _views_of_update(self) -> list[Any]:
-        """The student, or views of it, with each number of steps of this update."""
-        student = unwrap_model(self.trainable_module).student
-        own = tuple(ode.steps for ode in find_ode_blocks(student))
-        self.drawn = [own]
-        if self.training and self.config.steps is not None:  # from the update, so that all processes draw the same
-            n = len(self.config.steps)
-            chosen = random.Random(f'{self.seed} {self.update // n}').sample(range(n), n)[self.update % n]
-            self.update += 1
-            self.drawn = list(zip(*(counts[chosen] for counts in self.counts), strict=True))
-        # made anew, so that it has the student's present mode, checkpointing and image size
-        return [student if steps == own else with_steps(student, steps) for steps in self.drawn]
-
-    def _patches_of_update(self, student: Any, input: Tensor) -> Any:
-        """Hooks, by which teacher and student drop the same ones."""
-        if not self.training or not self.config.patch_drop:
-            return nullcontext()
-        prefix, patches = student.num_prefix_tokens, math.prod(student.patch_embed.dynamic_feat_size(input.shape[-2:]))
-        left = torch.randperm(patches)[:max(1, round((1. - self.config.patch_drop) * patches))].sort().values
-        index = torch.cat([torch.arange(prefix), prefix + left]).to(self.device)
-        hooks = ExitStack()
-        for model in (self.teacher, student):
-            hooks.enter_context(model.patch_drop.register_forward_hook(lambda module, args, x: x[:, index]))
-        return hooks
 
 
 def corrupted(images: Tensor, share: float) -> Tensor:
