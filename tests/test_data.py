@@ -276,6 +276,11 @@ def test_what_is_held_out_depends_on_the_image_alone(vit, tmp_path):
         return [{image.numpy().tobytes() for image in part.images} for part in (data.val, data.plain())]
     (few, rest), (more, _) = held('all', 0.1), held('all', 0.3)
     assert held('all', 0.001) == held('all', 0.001, labels=False) and len(held('all', 0.001)[0]) >= 5
+    for labels in (y.astype(object), y + 0.5, np.arange(400)):  # they are no classes
+        np.savez(tmp_path / 'other.npz', x_train=x, y_train=labels)
+        assert len(held('other', 0.1, labels=False)[0]) == len(few)
+    pair = torch.randn(50, 3, 16, 16), torch.arange(50) % 5
+    assert [read(pair, vit(), held_out=0.001, labels=labels).count('val') for labels in (True, False)] == [5, 5]
     assert not few & rest and few < more and 20 < len(few) < 60 < len(more) < 180
     assert held('turned', 0.1, seed=3) == held('all', 0.1, labels=False) == [few, rest]
     assert read(tmp_path / 'all.npz', vit(), labels=False).count('test') == 1

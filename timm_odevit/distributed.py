@@ -2,7 +2,6 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +28,19 @@ def in_first_process(do: Callable[[], Any]) -> Any:
     """Call a function in the first process only; all get what it returns, and raise its OSError or ValueError."""
     rank, world = rank_and_world()
     outcome: list[Any] = [None, None]  # what it returned, what it raised
+    # others may wait long, as for a validation; NCCL's own group gives up after ten minutes
+    patient: Any = dist.new_group(backend='gloo', timeout=timedelta(days=7)) if world > 1 else None
     if rank == 0:
         try:
             outcome[0] = do()
         except (OSError, ValueError) as e:
             outcome[1] = e
-    if world > 1:
-        dist.broadcast_object_list(outcome, group=_patient(dist.group.WORLD))
+    if patient:
+        dist.broadcast_object_list(outcome, group=patient)
+        dist.destroy_process_group(patient)
     if outcome[1]:
         raise outcome[1]
     return outcome[0]
-
-
-@cache
-def _patient(_: Any) -> Any:
-    """A group of all processes in which they may wait long, as for a validation; NCCL's gives up after ten minutes."""
-    return dist.new_group(backend='gloo', timeout=timedelta(days=7))
 
 
 @contextmanager

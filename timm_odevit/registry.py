@@ -46,7 +46,8 @@ _PUBLISHED = {
     'odevit_tiny_native_patch16_128': {
         'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k6_cifar10': 10},
     'odevit_tiny_native_three_patch16_128': {
-        f'deit_tiny_{tag}cifar100': 100 for tag in ('', 'k6_', 'k12_')},
+        'deit_tiny_cifar100': 100, 'deit_tiny_k6_cifar100': 100, 'deit_tiny_k12_cifar100': 100,
+        'deit_tiny_k6_cifar10': 10},
     'deit_tiny_patch16_128': {'cifar100': 100},
 }
 _STEPS = {'deit_tiny_k12_cifar100': 12}  # of published models that have other numbers of steps than their architecture
@@ -158,17 +159,9 @@ def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any
 
 
 def _build(variant: str, base: str, config: OdeConfig, /, **kwargs: Any) -> nn.Module:
-    model = _shallow(base, kwargs, config)
-    convert_(model, config, keep_original=False)
-    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
-    model._model_args = {**({} if variant in _MODELS else {'base': base}), **args, **config.to_args()}
-    return model
-
-
-def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
-    """The base, of which only the first block of each kind is initialised; others that will be converted share it."""
+    """Of the base, only the first block of each kind is initialised; others that will be converted share it."""
     with on_meta():
-        model = timm.create_model(base, **{**kwargs, 'device': None})
+        model: Any = timm.create_model(base, **{**kwargs, 'device': None})
     sites = find_stages(model)
     orders, inside = [kinds(site.blocks) for site in sites], tuple(site.prefix for site in sites)
     needed = [1 + max(map(order.index, order)) for order in orders]  # blocks, from the first, that include every kind
@@ -188,6 +181,9 @@ def _shallow(base: str, kwargs: dict[str, Any], config: OdeConfig) -> Any:
             first = theirs.host.blocks[order.index(kind)]
             _take_over(block, _tensors(first if i in converted else copy.deepcopy(first)))
     _take_over(model, _tensors(few, inside))
+    convert_(model, config, keep_original=False)
+    args = {k: v for k, v in kwargs.items() if k not in ('device', 'dtype')}
+    model._model_args = {**({} if variant in _MODELS else {'base': base}), **args, **config.to_args()}
     return model
 
 

@@ -46,7 +46,7 @@ def opening(name, record, steps):
     if all(each in files for each in names):
         said.append('As int8, it takes {:.2f} MB and has {:.1f} %, DeiT-tiny {:.2f} MB and {:.1f} %.'.format(
             *(files[each][key] for each in names for key in ('mb', 'value'))))
-    if name.startswith(PLAIN):
+    if name.startswith(PLAIN) and name.endswith('cifar100'):
         plain = read('runs/plain.json')[1]
         said.append(f"A plain ViT of as many parameters ({plain['steps']} of an earlier teacher's blocks, each used "
                     f"once), trained once by the same script, has {plain['top1']:.1f} %, with "

@@ -121,8 +121,8 @@ def relations(numbers, correct, comparisons, resamples=10_000, seed=0):
     return rows
 
 
-def measure(model, teacher, loader, many, path, images, models):
-    """Each measure of one model: a file of its own, or that of an earlier run."""
+def measure(model, teacher, loader, many, path, images, models, only):
+    """Each measure of one model, or only some: a file of its own, or that of an earlier run."""
     def relate():
         found, correct = signals(model, loader, None if model is teacher else teacher)
         for name in ('exponents', 'class_token'):
@@ -133,7 +133,7 @@ def measure(model, teacher, loader, many, path, images, models):
         'class_token': lambda: exponents(model, images, 'class'), 'softmax': lambda: softmax(model, images),
         'relations': relate, 'lipschitz': lambda: lipschitz(model, images),
         'discretisation': lambda: discretisation(model, images[:FEW]), 'agreement': lambda: agreement(model, many)}
-    for name, run in chosen.items():
+    for name, run in chosen.items() if not only else [(name, chosen[name]) for name in only]:
         file = path / f'{name}.json'
         count = {'discretisation': min(FEW, len(images)), 'agreement': MANY}.get(name, len(images))
         before = json.loads(file.read_text()) if file.exists() else {}
@@ -154,6 +154,7 @@ def main():
     parser.add_argument('out', type=Path)
     parser.add_argument('--teacher', required=True, help='name of the teacher')
     parser.add_argument('--students', nargs='+', default=[], help='names of its students')
+    parser.add_argument('--measures', nargs='+', help='default: all')
     parser.add_argument('--images', type=int, default=MANY, help=f'number of test images, at most {MANY}')
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -163,7 +164,8 @@ def main():
         many = list(islice(read_data(args.data, model, DataConfig(batch_size=50)).test, MANY // 50))
         images, labels = (torch.cat(parts)[:args.images] for parts in zip(*many, strict=True))
         loader = list(zip(images.split(50), labels.split(50), strict=True))
-        measure(model, teacher, loader, many, args.out / name, images, 1 + len(args.students))
+        measure(model, teacher, loader, many, args.out / name.rpartition('/')[2], images,
+                1 + len(args.students), args.measures)
 
 
 if __name__ == '__main__':

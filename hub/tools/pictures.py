@@ -50,16 +50,20 @@ def auroc():
 
 
 def agreement():
-    students = [name for name in MODELS if name.endswith('deit_tiny_cifar100')]
-    figure, grid = sheet(9, 5.4, len(students), rows=2, sharex=True, sharey='row')
-    for column, name in zip(grid.T, students, strict=True):
-        found = read(f'dynamics/{name}/agreement.json')['found']
+    students = {text: [f'dynamics/{name}'] for name, (text, _) in MODELS.items() if name.endswith('tiny_cifar100')}
+    students['three blocks, any K, three seeds, 20 minutes'] = [f'lab/seeds/s{seed}' for seed in range(3)]
+    figure, grid = sheet(11, 5.4, len(students), rows=2, sharex=True, sharey='row')
+    for column, (text, folders) in zip(grid.T, students.items(), strict=True):
+        found = [row for folder in folders for row in read(f'{folder}/agreement.json')['found']]
         for method, color in zip(dict.fromkeys(row['method'] for row in found), ('C3', 'C0', 'C1', 'C2'), strict=True):
-            rows = [row for row in found if row['method'] == method]
+            evaluations = sorted({row['evaluations'] for row in found if row['method'] == method})
             for axes, key in zip(column, ('top1', 'agreement'), strict=True):
-                axes.plot([row['evaluations'] for row in rows], [row[key] for row in rows], 'o-', color=color,
-                          label=method)
-        column[0].set_title(MODELS[name][0], fontsize=10)
+                of_seeds = [[row[key] for row in found if (row['method'], row['evaluations']) == (method, nfe)]
+                            for nfe in evaluations]
+                axes.plot(evaluations, list(map(mean, of_seeds)), 'o-', color=color, label=method)
+                axes.fill_between(evaluations, *zip(*((min(of), max(of)) for of in of_seeds), strict=True),
+                                  color=color, alpha=0.3)
+        column[0].set_title(text, fontsize=10)
         column[1].set(xlabel='evaluations of the block', xscale='log')
         ticks(column[1], sorted({row['evaluations'] for row in found}))
     for axes, text in zip(grid[:, 0], ('top-1 accuracy, %', 'same class as with K = 100, %'), strict=True):

@@ -16,7 +16,7 @@ from ..hooks import check_images
 from ..settings import one_line
 from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed, training_loader, unlabelled
 from .preprocessing import class_names, dtype_of, labels_for, preparation, warn_of_other_classes
-from .sources import Part, checked_labels, divided, files_in, folder_parts, is_img, read_folder, read_npz, taken
+from .sources import Part, checked_labels, divided, files_in, folder_parts, groups, is_img, read_folder, read_npz, taken
 
 _APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
     ('mixup', 'cutmix', 'smoothing'), 'npz, folder, images, pair')}
@@ -121,7 +121,23 @@ def read_data(
             count = len(of[1])
             parts[part] = taken(of, torch.linspace(0, count - 1, min(limit, count)).round().long().unique())
     number = 0 if not labels else number if any_classes else model.num_classes
-    train, loaders = _loaders(parts, kind, model, config, seed)
+    train: Any = None
+    loaders: dict[str, Any]
+    if kind == 'folder':
+        samples = {part: list(zip(files, own.tolist(), strict=True)) for part, (files, own) in parts.items()}
+        if 'train' in samples:
+            train = training_loader(samples['train'], model, config, seed)
+        loaders = {part: FileLoader(of, model, config) for part, of in samples.items()}
+    else:
+        dtype = dtype_of(model)
+        prepare, augment = (lambda images: images.to(dtype)), None
+        if kind == 'npz':
+            device, prepare = next(model.parameters()).device, preparation(model)
+            parts = {part: (images.contiguous().to(device), own) for part, (images, own) in parts.items()}
+            augment = partial(_augment, padding=config.padding, flip=config.flip, reprob=config.reprob)
+        parts = {part: (images, own.to(images.device)) for part, (images, own) in parts.items()}
+        train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
+        loaders = {part: ArrayLoader(*of, config.batch_size, prepare) for part, of in parts.items()}
     if config.mixes and train is not None:
         train = mixed(train, max(1, number), config)
     return Data(train, loaders.get('train'), loaders.get('val'), loaders.get('test'), tuple(names) if names else None,
@@ -185,28 +201,9 @@ def _parts(
     images, labels = source if kind == 'pair' else (source, None)
     check_images(images)
     if not labelled:
-        labels = torch.zeros(len(images)).long()
+        labels = groups(labels, len(images))
     labels = checked_labels(labels, len(images), None if any_classes or not labelled else model.num_classes).cpu()
     return {'train': (images, labels)}, None, int(labels.max()) + 1, {'train': 'the images'}
-
-
-def _loaders(
-        parts: dict[str, Part], kind: str, model: Any, config: DataConfig, seed: int,
-) -> tuple[Any, dict[str, Any]]:
-    """A loader to train with, if there is a part for that, and one of each part in order."""
-    if kind == 'folder':
-        samples = {part: list(zip(files, labels.tolist(), strict=True)) for part, (files, labels) in parts.items()}
-        train = training_loader(samples['train'], model, config, seed) if 'train' in samples else None
-        return train, {part: FileLoader(of, model, config) for part, of in samples.items()}
-    dtype = dtype_of(model)
-    prepare, augment = (lambda images: images.to(dtype)), None
-    if kind == 'npz':
-        device, prepare = next(model.parameters()).device, preparation(model)
-        parts = {part: (images.contiguous().to(device), labels) for part, (images, labels) in parts.items()}
-        augment = partial(_augment, padding=config.padding, flip=config.flip, reprob=config.reprob)
-    parts = {part: (images, labels.to(images.device)) for part, (images, labels) in parts.items()}
-    train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
-    return train, {part: ArrayLoader(*of, config.batch_size, prepare) for part, of in parts.items()}
 
 
 def _augment(images: Tensor, padding: int, flip: float, reprob: float) -> Tensor:

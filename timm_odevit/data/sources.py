@@ -3,6 +3,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,10 +126,11 @@ def read_npz(
                     x[part] = torch.as_tensor(archive[f'x_{part}'])
                 if labelled:
                     y[part] = torch.as_tensor(archive[f'y_{part}'])
-                else:  # what is held out of each class does not depend on whether the labels are needed
-                    own = archive[f'y_{part}'] if f'y_{part}' in archive else np.empty(0)
-                    own = own if own.shape == (len(x[part]),) else np.zeros(len(x[part]))
-                    y[part] = torch.as_tensor(np.unique(own, return_inverse=True)[1])
+                else:
+                    own = None
+                    with suppress(KeyError, TypeError, ValueError):  # there are none, or a pickle
+                        own = torch.as_tensor(archive[f'y_{part}'])
+                    y[part] = groups(own, len(x[part]))
             names = archive['classes'] if labelled and 'classes' in archive else None
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
@@ -157,6 +159,15 @@ def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tenso
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '
                          f'labels.argmax(dim=1)); got {count} images and {described(labels)}.')
     return check_labels(labels, classes)
+
+
+def groups(labels: Tensor | None, count: int) -> Tensor:
+    """Numbers [N] of classes by labels that are only to choose what is held out; all 0 if they are no classes."""
+    none = torch.zeros(count, dtype=torch.long)
+    if labels is None or labels.shape != (count,) or labels.is_floating_point() or labels.is_complex():
+        return none
+    found, numbers = labels.cpu().long().unique(return_inverse=True)
+    return numbers if len(found) < count else none
 
 
 def divided(part: Part, share: float, groups: Tensor | None = None) -> tuple[Part, Part]:

@@ -32,7 +32,7 @@ def evaluate(
         loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors.
         steps: Step counts of an ODE-ViT; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
-        amp_dtype: Run under autocast in this dtype.
+        amp_dtype: Run under autocast in this dtype, such as 'bfloat16'.
 
     Returns:
         One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,
@@ -44,7 +44,7 @@ def evaluate(
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
         >>> print(found)
     """
-    classes = [getattr(unwrap_model(each), 'num_classes', None)
+    classes = [getattr(each, 'num_classes', getattr(unwrap_model(each), 'num_classes', None))
                for each in (model, model if teacher is None else teacher)]
     if classes[0] == 0:
         raise ValueError(f'This {type(model).__name__} has no classes. Measure it with evaluate_embeddings.')

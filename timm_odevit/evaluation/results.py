@@ -13,6 +13,7 @@ from ..data.preprocessing import renormalisation
 from ..files import markdown_table, to_json, write_text
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
+from ..settings import one_of
 
 NO_CLASS = -1  # the class of an image whose outputs are not finite, which is never right
 
@@ -27,7 +28,8 @@ def passes(
     `each` computes tensors [B, ...] of the outputs in float32 and, if there are any, the labels of a batch. Yields what
     every result says, a name, and these tensors [N, ...] of all images of the first and of the other data set.
     """
-    amp_dtype = AMP_DTYPES.get(amp_dtype, amp_dtype)  # also by its name
+    if isinstance(amp_dtype, str):
+        amp_dtype = AMP_DTYPES[one_of(('bfloat16', 'float16'))('amp_dtype', amp_dtype)]
     kind, blocks = 'model' if teacher is None else 'student', find_ode_blocks(model)
     name = f'{blocks[0].steps} steps' if len(blocks) == 1 else 'model'
     runs: list[Any] = [(kind, name, model, None)]

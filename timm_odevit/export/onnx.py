@@ -72,8 +72,18 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
     from onnx import helper, numpy_helper
     known: Matrices = {}
     if int8:
+        import onnxruntime
+        from onnxruntime.quantization import quantize_dynamic
         from onnxruntime.quantization.onnx_model import ONNXModel
-        model = _folded(model)
+        weights = {tensor.name for tensor in model.graph.initializer}  # transposed ones are folded
+        if any(node.op_type == 'Transpose' and node.input[0] in weights for node in model.graph.node):
+            options = onnxruntime.SessionOptions()  # like quant_pre_process, which fails in some versions
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
+            with tempfile.TemporaryDirectory() as folder:
+                options.optimized_model_filepath = f'{folder}/model.onnx'
+                onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
+                model = onnx.load(options.optimized_model_filepath)
+        helper.set_model_props(model, {'onnx.quant.pre_process': 'onnxruntime.quant'})  # it needs no more
         ONNXModel(model).replace_gemm_with_matmul()  # transposes weights, under names that depend on the version
     kinds = 'Gemm', 'MatMul', 'Transpose'
     factors = {name for node in model.graph.node if node.op_type in kinds for name in node.input}
@@ -84,7 +94,12 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
             known[tensor.name] = found = found or _pair(weight)
             tensor.CopyFrom(numpy_helper.from_array(found[1].contiguous().numpy(), tensor.name))
     if int8:
-        model = _in_int8(model)
+        with tempfile.TemporaryDirectory() as folder:
+            # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
+            quantize_dynamic(model, f'{folder}/model.onnx', op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True,
+                             per_channel=True, extra_options={'DefaultTensorType': onnx.TensorProto.FLOAT})
+            model = onnx.load(f'{folder}/model.onnx')
+        del model.graph.value_info[:]
     if groups:
         for tensor in list(model.graph.initializer):
             stem = tensor.name.removesuffix('_quantized')
@@ -100,7 +115,14 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
         model.functions.append(onnx.parser.parse_function(text.substitute(domain=DOMAIN, group=GROUP, rows=GROUP + 1)))
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     elif int8:
-        _round_initializers(model.graph)
+        for tensor in list(model.graph.initializer):  # the large ones that are still floats
+            rounded = _round(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
+            if rounded is not None:
+                name = tensor.name
+                _insert(model.graph, 'Mul', [f'{name}_scale', f'{name}_float'], name)
+                _insert(model.graph, 'Cast', [f'{name}_int8'], f'{name}_float', to=tensor.data_type)
+                model.graph.initializer.append(numpy_helper.from_array(rounded[1].numpy(), f'{name}_scale'))
+                tensor.CopyFrom(numpy_helper.from_array(rounded[0].numpy(), f'{name}_int8'))
     return model
 
 
@@ -132,34 +154,6 @@ def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -
         made = f'{name}.rows'
     _insert(graph, 'Unpack', [f'{name}.{part}' for part in ('pairs', 'scale', 'shape')], made, domain=DOMAIN)
     graph.initializer.remove(tensor)
-
-
-def _folded(model: Any) -> Any:
-    """The model with transposed weights as weights."""
-    import onnx
-    import onnxruntime
-    weights = {tensor.name for tensor in model.graph.initializer}
-    if any(node.op_type == 'Transpose' and node.input[0] in weights for node in model.graph.node):
-        options = onnxruntime.SessionOptions()  # like quant_pre_process, which fails in some versions
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC
-        with tempfile.TemporaryDirectory() as folder:
-            options.optimized_model_filepath = f'{folder}/model.onnx'
-            onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
-            model = onnx.load(options.optimized_model_filepath)
-    onnx.helper.set_model_props(model, {'onnx.quant.pre_process': 'onnxruntime.quant'})  # it needs no more
-    return model
-
-
-def _in_int8(model: Any) -> Any:
-    import onnx
-    from onnxruntime.quantization import quantize_dynamic
-    with tempfile.TemporaryDirectory() as folder:
-        # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
-        quantize_dynamic(model, f'{folder}/model.onnx', op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True,
-                         per_channel=True, extra_options={'DefaultTensorType': onnx.TensorProto.FLOAT})
-        model = onnx.load(f'{folder}/model.onnx')
-    del model.graph.value_info[:]
-    return model
 
 
 class _AnyLength(nn.Module):
@@ -249,16 +243,3 @@ def _round(weight: Tensor) -> tuple[Tensor, Tensor] | None:
     rows = [2] if weight.ndim == 3 else list(range(1, weight.ndim))
     scale = weight.abs().amax(dim=rows, keepdim=True).clamp_min(torch.finfo(weight.dtype).tiny) / 127
     return (weight / scale).round().to(torch.int8), scale
-
-
-def _round_initializers(graph: Any) -> None:
-    """Store the large weights of an ONNX graph that are still floats as int8."""
-    from onnx import numpy_helper
-    for tensor in list(graph.initializer):
-        rounded = _round(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
-        if rounded is not None:
-            name = tensor.name
-            _insert(graph, 'Mul', [f'{name}_scale', f'{name}_float'], name)
-            _insert(graph, 'Cast', [f'{name}_int8'], f'{name}_float', to=tensor.data_type)
-            graph.initializer.append(numpy_helper.from_array(rounded[1].numpy(), f'{name}_scale'))
-            tensor.CopyFrom(numpy_helper.from_array(rounded[0].numpy(), f'{name}_int8'))

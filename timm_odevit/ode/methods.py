@@ -28,11 +28,12 @@ class Step(nn.Module):
     def set_field(self, field: Field) -> None:
         """Hold a field, not as a submodule: it is named, saved, moved and trained once, as the blocks' `shared`."""
         self.__dict__['whole'] = field
+        self.phase = str(field.phases.index(field.select(self.t))) if len(field.phases) > 1 else ''
 
     @property
     def field(self) -> Any:
         """Of several phases, the one that applies where the step starts."""
-        return self.whole.select(self.t) if len(self.whole.phases) > 1 else self.whole
+        return self.whole.fields._modules[self.phase] if self.phase else self.whole
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         context = self.field.context(args, kwargs)

@@ -66,7 +66,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
               for part in ('trajectory', 'kd')),
             (weights['task'] > 0 and (config.embedding or student.num_classes == 0),
              'task_weight compares classes, but the outputs are embeddings. Set it to 0.'),
-            (weights['kd'] > 0 and student.num_classes == 1 and not config.embedding,
+            (weights['kd'] > 0 and getattr(student, 'num_classes', None) == 1 and not config.embedding,
              'kd_weight compares classes, but there is one output. Set it to 0, or embedding=True.'),
             (weights['trajectory'] and not (config.patch_weight or (has_cls and config.cls_weight) or (
                 prefix > has_cls and config.register_weight)),
