@@ -111,7 +111,7 @@ PAGES = (README, *sorted([*HUB.glob('*.md'), *HUB.glob('lab/*.md'), *HUB.parent.
 
 
 def look_up(source, path):
-    """A number in a record of hub/: `*three*k12*:test/steps=6/top1` is of the one published model of such a name."""
+    """A number in a record of hub/: `*three*k12*:test/steps=12/top1` is of the one published model of such a name."""
     record, = HUB.glob(source if source.endswith('.json') else f'{source}/results.json')
     found = read(record)
     for part in path.split('/'):
