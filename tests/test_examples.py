@@ -96,6 +96,7 @@ def test_figures_in_sentences_are_those_of_their_records(monkeypatch, tmp_path):
     (tmp_path / 'a_k6' / 'results.json').write_text('{"test": [{"steps": 3, "top1": 1}, {"steps": 6, "top1": 72.349}]}')
     monkeypatch.setattr(tool, 'HUB', tmp_path)  # a record that has changed
     assert tool.tied('now 79.3<!-- =*k6:test/steps=6/top1 --> %') == 'now 72.3<!-- =*k6:test/steps=6/top1 --> %'
+    assert tool.tied('1 to 0<!-- =a*:max:test/steps=*/top1 -->') == '1 to 72<!-- =a*:max:test/steps=*/top1 -->'
 
 
 @pytest.mark.parametrize('page', [page for page in PAGES if '/lab/' not in page and page not in ('CHANGELOG.md', 'hub/TRAINING.md')])

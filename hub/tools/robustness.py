@@ -10,7 +10,7 @@ each part, and goes on from there.
 import argparse
 import json
 import math
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from statistics import mean
 
@@ -36,7 +36,7 @@ from timm_odevit.files import to_json, write_text
 HUB = Path(__file__).parent.parent
 CORRUPTIONS = [f'{name}, {severity}' for name in get_corruption_names() for severity in range(1, 6)]
 IMAGES = 300  # of each
-RADII = (0.25, 0.5, 1.)  # of the attacks, in 1/255
+RADII = (0.5, 1., 0.25)  # of the attacks, in 1/255
 LEARN, ASK = 2000, 1000  # images of the other classes
 
 
@@ -151,15 +151,15 @@ def main():
             chosen = torch.from_numpy(np.random.permutation(len(labels))[:IMAGES])
             x, y = corrupted(images[chosen], cell), labels[chosen]
             part(cell, judged)
-    for kind, count, radius in (*(('PGD', 100, radius) for radius in RADII), ('AutoAttack', args.auto, RADII[1])):
+    for (kind, count), radius in product((('PGD', 100), ('AutoAttack', args.auto)), RADII):
         how = images[:count], labels[:count], kind, radius
         part(f'{kind}, {radius:g}', lambda _, model, how=how: attack(model, *how)) if count else None
     part(f'to {args.other.stem}', lambda _, model: transfer(model, args.other))
     models = contenders(args.other.stem)
     part(f'to {args.data.stem}', lambda _, model: transfer(model, args.data))
     kinds = {'lost': CORRUPTIONS, 'noise': CORRUPTIONS[:15], 'blur': CORRUPTIONS[15:35], 'weather': CORRUPTIONS[35:55],
-             'digital': CORRUPTIONS[55:]}
-    done['summary'] = {label: {'ece': mean(done[cell][label]['ece at temperature'] for cell in CORRUPTIONS), **{
+             'digital': CORRUPTIONS[55:], 'not in training': CORRUPTIONS[35:55] + CORRUPTIONS[60:]}
+    done['summary'] = {label: {**{kind: mean(done[cell][label][kind] for cell in CORRUPTIONS) for kind in clean}, **{
         kind: clean['top1'] - mean(done[cell][label]['top1'] for cell in cells) for kind, cells in kinds.items()}}
         for label, clean in done['clean'].items()}
     write_text(out, to_json(done))

@@ -57,7 +57,7 @@ def robustness():
         clean, words = record['clean'][label], {**MODELS, **OTHERS}[name][0].partition(', K')[0]
         lines.append([', '.join([words, *steps]), f"{clean['top1']:.1f}", *(
             f'{row[kind]:.1f}' for kind in ('lost', 'noise', 'blur', 'weather', 'digital')),
-            *(f'{each:.1f}' for each in (clean['ece'], clean['ece at temperature'], row['ece'])),
+            *(f'{each:.1f}' for each in (clean['ece'], clean['ece at temperature'], row['ece at temperature'])),
             f"{record['PGD, 0.5'][label]:.0f}"])
     heads = ['model', 'clean, %', 'lost', 'noise', 'blur', 'weather', 'digital', 'ECE', 'scaled', 'corrupted', 'PGD, %']
     return rows(heads, lines)
@@ -111,16 +111,18 @@ PAGES = (README, *sorted([*HUB.glob('*.md'), *HUB.glob('lab/*.md'), *HUB.parent.
 
 
 def look_up(source, path):
-    """A number in a record of hub/: `*three*k12*:test/steps=12/top1` is of the one published model of such a name."""
-    record, = HUB.glob(source if source.endswith('.json') else f'{source}/results.json')
-    found = read(record)
+    """A number in a record of hub/ (`*three*k12*:test/steps=12/top1`: of the one model of such a name); min: and max:
+    before the path take one of all that match `*`, in all such records."""
+    def inside(found, part):
+        key, _, text = part.partition('=')
+        return ([each for name, each in found.items() if fnmatch(name, part)] if isinstance(found, dict) else
+                [each for each in found if fnmatch(str(each[key]), text)] if text else [found[int(part)]])
+    take, _, path = path.rpartition(':')
+    found = [read(record) for record in HUB.glob(source if source.endswith('.json') else f'{source}/results.json')]
+    assert take or len(found) == 1, f'{source}: {len(found)} records'
     for part in path.split('/'):
-        if isinstance(found, dict):
-            found = found[part]
-        else:
-            key, _, text = part.partition('=')
-            found = next(row for row in found if fnmatch(str(row[key]), text)) if text else found[int(part)]
-    return found
+        found = [child for each in found for child in inside(each, part)]
+    return {'min': min, 'max': max}[take](found) if take else found[0]
 
 
 def tied(text):
