@@ -220,7 +220,7 @@ def test_a_wrapper_in_the_place_of_the_shared_block_is_used(vit, images):
     model.blocks.shared = Louder(model.blocks.shared)
     assert not torch.allclose(model(images), before)
     held = model.blocks.shared
-    with pytest.raises(AttributeError):
+    with pytest.raises(TypeError, match='Steps call one shared block each'):
         model.blocks.shared = torch.nn.Identity()
     assert model.blocks.shared is held and model.blocks[0].field is held
     with pytest.raises(TypeError, match='Use DistributedDataParallel'):  # before it replaces the block in the original's steps

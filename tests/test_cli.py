@@ -315,12 +315,6 @@ def test_predict_takes_folders_and_goes_on_after_a_file_that_it_cannot_read(fold
     assert [line[:28] for line in err.splitlines()] == ["odevit: 'images/c0/bomb.png'", "odevit: 'nowhere.jpg' cannot", 'odevit: error: 2 of 33 image']
 
 
-def test_predict_prints_json_alone_with_a_record_for_each_file(folder, capsys):
-    assert run('predict', 'local-dir:student', 'nowhere.jpg', 'images/c1', '--json') == 2
-    first, *others = json.loads(capsys.readouterr().out)
-    assert first['image'] == 'nowhere.jpg' and 'cannot be read' in first['error'] and len(others) == 10 and 'error' not in others[0]
-
-
 @pytest.mark.parametrize('file', ['student.pt2', 'student.onnx'])
 def test_an_exported_file_predicts_what_its_model_does(folder, capsys, file):
     if file.endswith('onnx'):
@@ -442,12 +436,6 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     assert 'is a different recipe' in capsys.readouterr().err
     assert main(['distill', '--resume', '../tuned', '--quiet']) == 2
     assert "'../tuned' is not a run of odevit distill. Type: odevit finetune --resume ../tuned" in capsys.readouterr().err
-
-
-def test_arrays_without_labels_calibrate(folder, capsys):
-    np.savez('few.npz', x_train=np.random.default_rng(0).integers(0, 255, (12, 16, 16, 3), np.uint8))
-    assert main(['calibrate', 'local-dir:student', 'few.npz', 'fitted', '--teacher', 'local-dir:teacher', '--epochs', '1', '--quiet']) == 0
-    assert 'saved fitted' in capsys.readouterr().out
 
 
 def test_the_names_of_other_classes_go(folder, capsys):

@@ -304,6 +304,10 @@ def test_a_test_folder_is_for_the_final_number_only(vit, images, tmp_path):
     root = images('images/training').parent
     images('images/test', count=2)
     data = read(root, vit())
+    picture(root / 'test' / '0.png')  # that of no class makes the folder useless
+    useless = read(root, vit(), judging=0.3)
+    (root / 'test' / '0.png').unlink()
+    assert 'test' not in useless.words and files(useless.test) < files(data.train) | files(data.val)
     assert data.count('val') == 5 and data.count('test') == 10 and not any('/test/' in f for f in files(data.train) | files(data.val))
     loader, words = read(root, vit(), held_out=0.).evaluated()
     assert files(loader) == files(data.test) and words == str(root / 'test')

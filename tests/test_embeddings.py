@@ -99,6 +99,8 @@ def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
     assert found.cosine is None and found.knn is None and found.images == 12
     images = torch.cat([x for x, _ in batches()])
     assert evaluate_embeddings(vit(num_classes=0), images).results[0].images == 12
+    one = evaluate_embeddings(vit(num_classes=1), images, teacher=vit(num_classes=1)).results[-1]
+    assert one.cosine is None and one.error is not None  # the cosine of two numbers says nothing
     with pytest.raises(ValueError, match=r'images \[B, C, H, W\] and labels \[B\]; got torch.float32'):
         evaluate_embeddings(vit(num_classes=0), images, class_embeddings=torch.randn(3, 32))
 
@@ -119,7 +121,7 @@ def test_bad_input(vit):
     for options, message in [
             (dict(labelled=batches(1, 1)), 'at least 2 classes'), (dict(labelled=batches()), 'the images that are classified'),
             (dict(labelled=[(x, y - 1) for x, y in batches(seed=1)]), 'whole numbers from 0; got torch.int64 from -1'),
-            (dict(class_embeddings=[[math.nan] * 32] * 3), 'class_embeddings .* of finite numbers')]:
+            (dict(class_embeddings=[[math.nan] * 32] * 3), 'class_embeddings must be finite numbers')]:
         with pytest.raises(ValueError, match=message):
             evaluate_embeddings(student, batches(), **options)
 

@@ -1,4 +1,5 @@
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
 from timm.layers import set_fused_attn
@@ -20,6 +21,21 @@ def test_center_norm_is_its_formula():
     nn.init.normal_(norm.bias)
     expected = norm.weight * 6 / 5 * (x - x.mean(-1, keepdim=True)) + norm.bias
     torch.testing.assert_close(norm(x), expected)
+
+
+def test_timms_start_on_the_meta_device_fills_every_parameter():
+    model = timm.create_model('odevit_tiny', img_size=32, device='meta').to_empty(device='cpu')
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, torch.nan)
+    model.init_weights()
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+
+
+def test_hooks_that_make_weights_are_used():
+    field, x = lipschitz(), torch.randn(2, 5, 12, dtype=torch.float64)
+    nn.utils.spectral_norm(field.qkv)
+    field(0., x, context(field)).sum().backward()
+    assert field.qkv.weight_orig.grad.any() and torch.linalg.matrix_norm(field.qkv.weight, 2) < 2
 
 
 def context(field):

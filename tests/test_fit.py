@@ -59,6 +59,13 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert top1 == pytest.approx(max(r['val_top1'] for r in history))
 
 
+def test_the_last_of_equal_epochs_is_the_best(vit, tmp_path):
+    task = build(vit)
+    fit(task, *loaders(), epochs=3, out=tmp_path, progress=False, lr=1e-6)
+    best = timm.create_model(f"local-dir:{tmp_path / 'best'}", pretrained=True)
+    assert all(map(torch.equal, best.parameters(), task.get_eval_model().parameters()))
+
+
 def test_step_is_a_constant_rate(vit):
     history = fit(build(vit), GOOD[:1], epochs=92, sched='step', progress=False)  # timm's own falls after 90
     assert {record['lr'] for record in history} == {history[0]['lr']}

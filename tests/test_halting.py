@@ -4,6 +4,7 @@ import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -256,6 +257,8 @@ def test_settings_that_cannot_halt(vit, images):
         model = convert_(vit(num_classes=classes), halting='entropy', halting_threshold=1.).model
         with pytest.raises(ValueError, match='two classes or more'):
             model.eval()(images)
+    with pytest.raises(ValueError, match='needs pooling'):
+        halting(partial(vit, global_pool=''), 1.)(images)
 
 
 def test_data_and_settings_that_calibration_cannot_use(vit, images):
@@ -274,6 +277,6 @@ def test_models_that_calibration_cannot_use(vit, images):
     featureless.reset_classifier(0)
     one_by_one = convert_(timm.create_model('beit_base_patch16_224', img_size=16, depth=2, embed_dim=32, num_heads=2, num_classes=3).eval()).model
     for model, message in ((stages, 'one sequence of blocks; this SwinTransformer has 2'), (vit(), 'has 0'),
-                           (featureless, 'cannot be applied'), (one_by_one, 'runs its blocks one by one')):
+                           (featureless, 'two classes or more'), (one_by_one, 'runs its blocks one by one')):
         with pytest.raises((TypeError, ValueError), match=message):
             calibrate_halting(model, [images])

@@ -306,17 +306,6 @@ def test_the_projection_of_a_timm_tower_of_open_clip_stays(projection):
     put_tower_(program, timm.create_model('vit_tiny_patch16_224', num_classes=192))
 
 
-def test_towers_are_restored_in_the_opposite_order():
-    program = clip()
-    original = program.visual
-    one, two = (put_tower_(program, from_open_clip(clip())) for _ in range(2))
-    with pytest.raises(ValueError, match='what was put in later must be restored first'):
-        one.restore()
-    two.restore()
-    one.restore()
-    assert program.visual is original
-
-
 def test_a_program_in_half_precision_whose_norms_are_not(images):
     program = shaken(open_clip.CLIP(32, VISION, TEXT, cast_dtype=torch.float16))
     open_clip.model.convert_weights_to_lp(program, torch.float16)

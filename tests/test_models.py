@@ -65,6 +65,7 @@ def test_native_at_random_is_the_bases_own_start():
 
 
 def test_depth_sets_steps_and_time_and_drop_path_arrives():
+    assert meta('odevit_tiny_native_three_patch16_128', depth=6).blocks.config.T == 6
     model = meta('odevit_tiny', depth=5, drop_path_rate=0.2)
     assert (model.blocks.config.steps, model.blocks.config.T) == (5, 5.)
     assert model.blocks.shared.drop_path.drop_prob == pytest.approx(0.1)

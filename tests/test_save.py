@@ -93,6 +93,8 @@ def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path
     model = convert_(VisionTransformer(**TINY)).model
     with pytest.raises(ValueError, match='was not made by timm.create_model.*Build it with timm.create_model'):
         save_pretrained(model, tmp_path / 'a')
+    with pytest.raises(ValueError, match='This FeatureGetterNet was not made by timm.create_model'):
+        save_pretrained(timm.create_model('odevit_tiny', **TINY, features_only=True), tmp_path / 'a')
     model = timm.create_model('vit_tiny_patch16_224', **TINY)
     model.embed_dim = 64
     with pytest.raises(ValueError, match='would not rebuild this model: it has embed_dim = 64, the rebuilt one embed_dim = 32'):

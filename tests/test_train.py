@@ -156,12 +156,6 @@ def test_changes_of_what_is_not_there_and_files_that_are_no_text(tmp_path):
         Recipe.load(tmp_path / 'a.yaml')
 
 
-@pytest.mark.parametrize('path', sorted(HUB.glob('*/*.yaml')), ids=lambda path: f'{path.parent.name}/{path.stem}')
-def test_recipes_of_published_models_load(path):
-    made = Recipe.load(path)
-    assert all('kd_weight' in {**(made.loss or {}), **(stage.loss or {})} for stage in made.stages if stage.task == 'trajectory')
-
-
 def test_changes_reach_every_place():
     made = recipe('stages.0.loss.kd_weight=0.5', 'ode.phases=3', 'fit.lr=1e-4', 'data.batch_size=null')
     assert made.loss_of(made.stages[0]) == LossConfig(kd_weight=0.5) and made.config.phases == 3
@@ -402,7 +396,7 @@ def test_a_damaged_plan_is_named_with_what_to_do(vit, data, tmp_path, text):
     teacher = vit()
     run(recipe('fit.epochs=1'), data, tmp_path / 'run', teacher)
     (tmp_path / 'run' / 'run.json').write_text(text, encoding='latin-1')
-    with pytest.raises(ValueError, match="run.json' is damaged, so the run in this folder cannot be resumed"):
+    with pytest.raises(ValueError, match="run.json' is damaged. Start again in another folder"):
         run(recipe('fit.epochs=1'), data, tmp_path / 'run', teacher, resume=True)
 
 

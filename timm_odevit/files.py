@@ -72,7 +72,6 @@ def staged(folder: Path, *names: str) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that is always complete or absent."""
     with staged(path.parent, path.name) as aside:
         (aside / path.name).write_text(text, encoding='utf-8', errors='replace')  # of names of files in no encoding
 
@@ -81,6 +80,10 @@ def to_json(tree: Any) -> str:
     """Numbers that are not finite become null."""
     text = json.dumps(tree, default=lambda value: value.tolist())  # tensors, and NumPy's numbers
     return json.dumps(json.loads(text, parse_constant=lambda _: None), indent=2) + '\n'
+
+
+def cell(value: float | None, digits: int = 2) -> str:
+    return '-' if value is None else str(value) if isinstance(value, int) else f'{value:.{digits}f}'
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:

@@ -91,7 +91,7 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
 
     Those of a shared block are rounded for its inputs in all steps. `save_pretrained` and `export_model` with bits=4
     store 4 bits as they are, and round to nearest what is left: other bits, position embeddings, and matrices by which
-    no layer multiplies (of field='lipschitz', qkv of BEiT and Swin V2).
+    no layer multiplies (qkv of BEiT and Swin V2).
 
     Source: GPTQ, arXiv 2210.17323: the columns of a matrix that are left make up for the errors of those rounded.
 

@@ -20,23 +20,23 @@ from .saving.loading import CONFIG, WEIGHTS, check_args, check_size, weights_fil
 from .settings import one_line, shown
 
 _PAPER = {'ode_field': 'lipschitz', 'ode_method': 'euler', 'ode_init': 'spectral'}
-_TINY_32: Any = ('vit_tiny_patch16_224', dict(depth=12, patch_size=4, img_size=32))
-_DEIT_128: Any = ('deit_tiny_patch16_224', dict(depth=12, img_size=128))
+_TINY_32: Any = ('vit_tiny_patch16_224', dict(patch_size=4, img_size=32))
+_DEIT_128: Any = ('deit_tiny_patch16_224', dict(img_size=128))
 
 # name: base that supplies width, stem and head; arguments of the base; ode_* settings, or None for the base itself
 _MODELS: dict[str, Any] = {
-    'odevit_tiny': ('vit_tiny_patch16_224', dict(depth=12), _PAPER),
+    'odevit_tiny': ('vit_tiny_patch16_224', {}, _PAPER),
     'odevit_tiny_patch4_32': (*_TINY_32, _PAPER),
-    'odevit_small': ('vit_small_patch16_224', dict(depth=12), _PAPER),
-    'odevit_base': ('vit_base_patch16_224', dict(depth=12), _PAPER),
-    'odevit_large': ('vit_large_patch16_224', dict(depth=24), _PAPER),
-    'odevit_small_patch14_reg4': ('vit_small_patch14_reg4_dinov2', dict(depth=12, img_size=224), _PAPER),
-    'odevit_base_patch14_reg4': ('vit_base_patch14_reg4_dinov2', dict(depth=12, img_size=224), _PAPER),
-    'odevit_large_patch14_reg4': ('vit_large_patch14_reg4_dinov2', dict(depth=24, img_size=224), _PAPER),
+    'odevit_small': ('vit_small_patch16_224', {}, _PAPER),
+    'odevit_base': ('vit_base_patch16_224', {}, _PAPER),
+    'odevit_large': ('vit_large_patch16_224', {}, _PAPER),
+    'odevit_small_patch14_reg4': ('vit_small_patch14_reg4_dinov2', dict(img_size=224), _PAPER),
+    'odevit_base_patch14_reg4': ('vit_base_patch14_reg4_dinov2', dict(img_size=224), _PAPER),
+    'odevit_large_patch14_reg4': ('vit_large_patch14_reg4_dinov2', dict(img_size=224), _PAPER),
     'odevit_tiny_native_patch4_32': (*_TINY_32, {'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.}),
-    'odevit_tiny_patch16_128': (*_DEIT_128, {**_PAPER, 'ode_steps': 6, 'ode_T': 12.}),
-    'odevit_tiny_native_patch16_128': (*_DEIT_128, {'ode_steps': 6, 'ode_T': 12.}),
-    'odevit_tiny_native_three_patch16_128': (*_DEIT_128, {'ode_steps': 6, 'ode_T': 12., 'ode_phases': 3}),
+    'odevit_tiny_patch16_128': (*_DEIT_128, {**_PAPER, 'ode_steps': 6}),
+    'odevit_tiny_native_patch16_128': (*_DEIT_128, {'ode_steps': 6}),
+    'odevit_tiny_native_three_patch16_128': (*_DEIT_128, {'ode_steps': 6, 'ode_phases': 3}),
     'deit_tiny_patch16_128': (*_DEIT_128, None),
 }
 # published models: the number of classes of each tag

@@ -32,7 +32,6 @@ class Settings:
         """Conditions on several settings."""
 
     def changed(self) -> dict[str, Any]:
-        """Those that are not the defaults."""
         return {f.name: value for f in fields(self) if (value := getattr(self, f.name)) != f.default}
 
     def __repr__(self) -> str:
@@ -63,7 +62,6 @@ class Settings:
 
 
 def refuse_unknown(given: Iterable[str], known: Sequence[str], caller: str) -> None:
-    """The message names the closest match."""
     for key in given:
         if key not in known:
             raise TypeError(f"{caller} got an unknown argument '{key}'. {suggest(str(key), known)}Arguments: "
@@ -88,7 +86,6 @@ def _kept(allowed: str, keep: Callable[[Any], Any], none: str = '') -> Check:
 
 
 def integer(least: int | None, none: str = '', most: float = math.inf) -> Check:
-    """A whole number, of at least `least` unless that is None."""
     def keep(value: Any) -> int | None:
         whole = isinstance(value, Integral) and not isinstance(value, bool)  # NumPy's too
         return int(value) if whole and (least is None or value >= least) and value <= most else None
@@ -114,7 +111,6 @@ def number(least: float = 0., most: float = math.inf, *, open: str = '', none: s
 
 
 def one_of(allowed: Sequence[Any], none: str = '') -> Check:
-    """One of a few words."""
     words = ', '.join(allowed) + (f', or None for {none}' if none else '')
 
     def check(name: str, value: Any) -> Any:
@@ -128,7 +124,6 @@ flag = _kept('True or False', lambda value: value if isinstance(value, bool) els
 
 
 def many(each: Check, what: str) -> Check:
-    """A list of values, returned as a tuple."""
     return _kept(what, lambda values: tuple(each('', value) for value in values))
 
 
@@ -141,7 +136,6 @@ def one_line(error: BaseException) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value as code, cut off after 60 characters."""
     text = repr(value)
     return text if len(text) <= 60 else f'{text[:60]}...'
 

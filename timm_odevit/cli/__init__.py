@@ -36,7 +36,7 @@ data  folder with one sub-folder of images per class, or train/ and val/ of that
 --steps N  number of solver steps (default: as saved)
 --set KEY=VALUE*  change the recipe, such as --set ode.steps=6 --set stages.0.fit.epochs=5
 --minutes M  train for about so long (default: the recipe's epochs)
---resume  continue the run in the folder; nothing else need be given
+--resume  continue the run in the folder; of the rest, only --device and --threads need be given again
 --limit N  use only this many images of each part of the data
 --batch-size N [64]  images per batch
 --workers N0  processes that load images (default: min(2, usable CPU cores - 1))

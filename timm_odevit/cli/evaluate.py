@@ -2,6 +2,7 @@
 import json
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +22,7 @@ from ..evaluation.embeddings import without_classifiers
 from ..export.files import load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
-from ..ode.blocks import find_ode_blocks
+from ..ode.blocks import find_ode_blocks, the_ode
 from ..quantization import ENOUGH
 from ..saving.cards import model_card
 from ..saving.save import CARD
@@ -59,27 +60,19 @@ def evaluate(args: Any) -> None:
         words += ', outputs without the head' * (model is not host)
     for each in () if embedding else (model, teacher):
         warn_of_other_classes(each, data.classes, args.data)
-    recipe, blocks = _recipe(model), find_ode_blocks(model)
+    path = Path(str(model.pretrained_cfg.get('file') or '')).parent / RECIPE  # beside the weights
     options: Any = dict(steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
     if embedding:
         others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
         results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
     else:
         results = evaluate_classes(model, loader, **options)
-    trained_at = recipe.trained_at(blocks[0].steps) if recipe is not None and len(blocks) == 1 else ()
-    results = replace(results, data=words, trained_at=trained_at)
+    results = replace(results, data=words)
+    with suppress(TypeError, ValueError):  # no recipe, or of another version; or not one sequence of blocks
+        results = replace(results, trained_at=Recipe.load(path).trained_at(the_ode(model).steps))
     if args.json:
         results.to_json(args.json)
     print(results)
-
-
-def _recipe(model: Any) -> Recipe | None:
-    """The recipe that lies beside a model's weights, if any."""
-    path = Path(str(model.pretrained_cfg.get('file') or '')).parent / RECIPE
-    try:
-        return Recipe.load(path) if path.is_file() else None
-    except ValueError:  # of another version
-        return None
 
 
 def _data(args: Any, model: Any, any_classes: bool = False) -> Data:
@@ -102,7 +95,7 @@ def halt(args: Any) -> None:
     out  new folder to save to
     --max-drop SHARE [0.005]  largest loss of accuracy, as a share of all images
     --steps
-    --held-out SHARE [0.1]  share that training held out, if the data has no val/
+    --held-out SHARE [0.1]  if the data has no val/, use only the share that training held out
     --batch-size --workers --quiet
     """
     refuse_existing(args.out)

@@ -93,6 +93,10 @@ def load_with_steps(args: Any) -> Any:
 
 def save(model: Any, out: str) -> None:
     save_pretrained(model, out)
+    say_saved(out)
+
+
+def say_saved(out: Any) -> None:
     print(f"saved {out}: import timm, timm_odevit; timm.create_model('local-dir:{out}', pretrained=True)")
 
 

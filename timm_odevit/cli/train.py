@@ -21,7 +21,7 @@ from ..evaluation.embeddings import without_classifiers
 from ..saving.loading import WEIGHTS
 from ..training.config import BEST, RECIPE, START
 from ..training.stages import read_run
-from .models import TOWERS, load, refuse_existing, save
+from .models import TOWERS, load, refuse_existing, save, say_saved
 
 
 def shrink(args: Any) -> None:
@@ -133,6 +133,8 @@ def _start(args: Any, first: str) -> Recipe | None:
               'size', 'keep', 'embedding')
     args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
     init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
+    if args.distributed and args.command == 'shrink':
+        raise ValueError('odevit shrink is one process. Start it without torchrun.')
     return recipe
 
 
@@ -145,7 +147,6 @@ def _absolute(name: str, value: Any) -> Any:
 
 
 def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) -> None:
-    """Train, and say where the result is and how to evaluate it."""
     try:
         with warnings.catch_warnings():
             if args.quiet:  # it gives accuracies
@@ -161,7 +162,7 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     if args.rank > 0:
         return
     best = Path(args.out, BEST)
-    print(f"saved {best}: import timm, timm_odevit; timm.create_model('local-dir:{best}', pretrained=True)")
+    say_saved(best)
     if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS)):
         print('It is as it was before training.')
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name

@@ -164,8 +164,8 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
 
 def _logits(model: Any, state: Tensor) -> Tensor:
     """[B, classes], for a last state [B, N, D]."""
-    if model.num_classes < 2:
-        raise ValueError('Halting needs two classes or more. Set halting=None.')
+    if model.num_classes < 2 or not getattr(model, 'global_pool', True):
+        raise ValueError('Halting needs pooling, and two classes or more. Set halting=None.')
     return model.forward_head(model.norm(state))
 
 
@@ -201,4 +201,4 @@ def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
             renamed.update({n: f'{prefix}.{layer}.{n.removeprefix(start)}' for n in renamed if n.startswith(start)})
     base: Any = SimpleNamespace(named_parameters=lambda: [(n, None) for n in renamed.values()])
     groups = group_parameters(base, type(model).group_matcher(model, coarse=coarse), reverse=True)
-    return lambda name: groups[renamed[name]]
+    return lambda name: groups[renamed[name.removeprefix('_orig_mod.')]]  # of torch.compile

@@ -51,9 +51,9 @@ def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
         for name, p in site.host.blocks.named_parameters():
             if not p.is_meta and not torch.isfinite(p).all():
                 raise ValueError(f'{site.prefix}{name} contains NaN or infinite values. Load other weights.')
-    chosen = [[*site.converted(config).values()] for site in sites]
+    chosen = [site.converted(config) for site in sites]
     count = sum(map(len, chosen))
-    if count > 1 and sum(len(set(kinds(blocks))) for blocks in chosen) == count:
+    if count > 1 and sum(len(set(kinds(blocks.values()))) for blocks in chosen) == count:
         raise cannot_convert(
             model, f'each of its {count} blocks has different parameters or settings, so none can be shared')
     name = type(model).__name__
@@ -61,17 +61,15 @@ def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
         wrong = f'blocks={config.blocks}' if config.blocks else f'T={config.T}'
         raise ValueError(f'{wrong} applies only to models with one sequence of blocks, but {name} has {len(sites)}.')
     if len(sites) == 1:
-        depth, layers = len(sites[0].blocks), len(sites[0].converted(config))
-        if config.blocks and config.blocks[1] >= depth:
+        if config.blocks and config.blocks[1] >= (depth := len(sites[0].blocks)):
             raise ValueError(f'blocks={config.blocks}: {name} has blocks 0 to {depth - 1}.')
-        if config.phases > layers:
-            raise ValueError(f'phases={config.phases}: there are {layers} layers. Allowed: 1 to {layers}.')
+        if config.phases > count:
+            raise ValueError(f'phases={config.phases}: there are {count} layers. Allowed: 1 to {count}.')
     if isinstance(config.steps, tuple) and len(config.steps) != len(sites):
         raise ValueError(f'{name} has {len(sites)} sequences of blocks; got {len(config.steps)} step counts.')
-    for stage, site in enumerate(sites):
-        blocks = site.converted(config)
+    for stage, blocks in enumerate(chosen):
         layout(config.resolve(len(blocks), stage), borders(config, blocks), min(blocks))  # refuses too few
-    for block in (block for site in sites for block in site.converted(config).values()):
+    for block in (block for blocks in chosen for block in blocks.values()):
         what = type(block).__name__
         if why := FIELDS[config.field].refused(block, config.init):
             raise ValueError(f"field='{config.field}' cannot replace a {what} of {name}: {why}. Use field='native'.")
@@ -169,7 +167,6 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
     layers, total = max(map(len, parts)), sum(map(len, parts))
 
     def taken(phases: int) -> int:
-        """Parameters or, for a share, blocks that are kept."""
         each = replace(config, phases=phases)
         if isinstance(size, float):
             return sum(len(set(assignment(each, blocks))) for blocks in parts)

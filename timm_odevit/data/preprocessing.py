@@ -12,7 +12,7 @@ from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_input_data_config
 from timm.utils import unwrap_model
 from torch import Tensor
-from torchvision.transforms.v2.functional import center_crop
+from torchvision.transforms.v2.functional import center_crop, normalize
 
 from ..settings import one_line, printable
 
@@ -28,7 +28,6 @@ def data_config(model: Any) -> dict[str, Any]:
 
 
 def dtype_of(model: Any) -> torch.dtype:
-    """The floating-point dtype of a model, which its images get."""
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
@@ -62,8 +61,7 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
 
     It is what `open_image` makes of a file of such an image, but for rounding to 8 bits.
     """
-    cfg, device, dtype = data_config(model), next(model.parameters()).device, dtype_of(model)
-    mean, std = (torch.tensor(cfg[key], device=device).view(1, -1, 1, 1) for key in ('mean', 'std'))
+    cfg, dtype = data_config(model), dtype_of(model)
     size, mode = list(cfg['input_size'][1:]), 'bilinear' if cfg['interpolation'] == 'bilinear' else 'bicubic'
     whole = [math.floor(side / cfg['crop_pct']) for side in size]
     whole = whole if cfg['crop_mode'] == 'squash' else [max(whole)] * 2
@@ -72,7 +70,7 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
         pixels = images.float() / 255
         if pixels.shape[-2:] != torch.Size(whole):
             pixels = F.interpolate(pixels, size=whole, mode=mode, antialias=True).clamp(0, 1)
-        return ((center_crop(pixels, size) - mean) / std).to(dtype)
+        return normalize(center_crop(pixels, size), cfg['mean'], cfg['std']).to(dtype)
     return prepare
 
 
@@ -94,7 +92,6 @@ def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | No
 
 
 def model_name(model: Any) -> str:
-    """The timm name of a model with the tag of its weights, or else the name of its class."""
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     name = cfg.get('architecture') or type(model).__name__
     if name == 'odevit_converted':  # the tag is that of the base

@@ -73,10 +73,11 @@ def read_data(
     - images [N, C, H, W] normalised for the model, or a pair of such and labels [N], which are not augmented;
     - a loader with a length, of batches of images or (images, labels), of which nothing is held out.
 
-    Classes that are called as some of the model's get its labels. Others must be as many, in the same order (that of
-    folders is the alphabet's), unless `any_classes`. If `labels` is None, they are ignored where they do not fit; if
-    False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is the share, of all images, of which
-    some held out are the test images if there are none (half of a val/). `limit` is the number of images of each part.
+    Classes that are called as some of the model's get its labels. Others must be as many (without names, at most as
+    many), in the same order (folders: 2 before 10, whatever the case), unless `any_classes`. If `labels` is None, they
+    are ignored where they do not fit; if False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is
+    the share, of all images, of which some held out are the test images if there are none (half of a val/). `limit` is
+    the number of images of each part.
     """
     if isinstance(source, Data):
         return source
@@ -111,6 +112,7 @@ def read_data(
         parts['train'], parts['val'] = divided(parts['train'], share)
         words['val'] = f"the share {share:g} held out of training of {words['train']}"
     if judging and 'test' not in parts:
+        words.pop('test', None)  # a folder that could not be used
         labels_of = parts['val'][1]
         parts['val'], parts['test'] = divided(parts['val'], judging if split else 0.5, torch.zeros_like(labels_of))
     if order is not None:
@@ -130,12 +132,11 @@ def read_data(
         loaders = {part: FileLoader(of, model, config) for part, of in samples.items()}
     else:
         dtype = dtype_of(model)
-        prepare, augment = (lambda images: images.to(dtype)), None
+        prepare, augment, device = (lambda images: images.to(dtype)), None, None
         if kind == 'npz':
             device, prepare = next(model.parameters()).device, preparation(model)
-            parts = {part: (images.contiguous().to(device), own) for part, (images, own) in parts.items()}
             augment = partial(_augment, padding=config.padding, flip=config.flip, reprob=config.reprob)
-        parts = {part: (images, own.to(images.device)) for part, (images, own) in parts.items()}
+        parts = {part: (x := images.contiguous().to(device), own.to(x.device)) for part, (images, own) in parts.items()}
         train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
         loaders = {part: ArrayLoader(*of, config.batch_size, prepare) for part, of in parts.items()}
     if config.mixes and train is not None:
@@ -173,7 +174,7 @@ def _kind(source: Any) -> str:
             raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
         return 'folder' if os.path.isdir(source) else 'npz'
     if not hasattr(source, '__len__') or (hasattr(source, '__array__') and not isinstance(source, Tensor)):
-        raise ValueError('Give a folder, an .npz, a tensor of images [N, C, H, W], a pair of such and labels, or a '
+        raise ValueError('Give a folder, an .npz, images [N, C, H, W], a pair of these and labels, or a '
                          f'loader with a length; got {type(source).__name__}.')
     return 'images' if isinstance(source, Tensor) else 'pair' if is_pair(source) else 'loader'
 

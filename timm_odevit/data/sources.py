@@ -41,7 +41,7 @@ def read_folder(root: Path, training: bool, others: bool) -> tuple[dict[str, Par
         files, labels, own = files_in(folder)
         if part == 'test' and names and own != names:  # often without labels
             continue
-        if own[0] == '' and not (others and len(own) == 1):
+        if own[0] == '' and not others:
             file = os.path.basename(files[labels.tolist().index(0)])
             raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}, but labels are "
                              'needed. Make a sub-folder for each class.')
@@ -70,8 +70,7 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
     parts = {_PARTS[child.name.lower()]: child for child in named}
     if not of_classes or len(parts) < len(named) or (len(of_classes) == 1 and len(named) < len(folders)):
         raise ValueError(f"'{root}' has {', '.join(f'{child.name}/' for child in folders[:5])}: it is not clear which "
-                         f"are parts of the data and which are classes. Give one part, such as '{named[0]}', or rename "
-                         'those that are classes.')
+                         f"are parts and which are classes. Give one part, such as '{named[0]}', or rename classes.")
     return parts
 
 
@@ -109,7 +108,6 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 def is_img(path: Any) -> bool:
-    """Whether its suffix is that of an image."""
     return str(path).lower().endswith(_SUFFIXES)
 
 
@@ -153,7 +151,6 @@ def read_npz(
 
 
 def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
-    """Labels of so many images [N] in int64, or ValueError."""
     if not isinstance(labels, Tensor) or labels.shape != (count,) or not count or labels.dtype == torch.bool or (
             labels.is_floating_point() or labels.is_complex()):
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '

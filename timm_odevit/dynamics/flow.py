@@ -8,6 +8,7 @@ from typing import Any, ClassVar, TypeVar
 
 import torch
 import torch.nn.functional as F
+from timm.utils import unwrap_model
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
@@ -33,7 +34,6 @@ class Flow:
     class_token: bool = False  # whether the first of them is a class token
 
     def states(self) -> list[Tensor]:
-        """The state before the first map, and after each."""
         return list(accumulate(self.maps, lambda x, step: step(x), initial=self.start))
 
     def logits(self, state: Tensor) -> Tensor:
@@ -54,6 +54,7 @@ def follow(model: Any, images: Any) -> Iterator[Flow]:
     if isinstance(model, Flow):
         yield model
         return
+    model = unwrap_model(model)  # of torch.compile
     if any(ode.config.adaptive or ode.config.tokens < 1 for ode in find_ode_blocks(model)):
         raise ValueError("With an adaptive method or token merging, a step is no map of the state alone. Set "
                          "model.blocks.method = 'rk4', say, and tokens=1.")
@@ -118,7 +119,6 @@ def over_images(measure: Callable[[Flow], Measured], model: Any, images: Images,
 
 
 def norms(x: Tensor) -> Tensor:
-    """The norm of each state [B] of x [B, ...]."""
     return x.flatten(1).norm(dim=1)
 
 

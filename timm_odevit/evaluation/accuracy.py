@@ -18,8 +18,6 @@ from ..ode.methods import METHODS
 from ..settings import number
 from .results import NO_CLASS, Evaluation, Result, passes
 
-THRESHOLDS = 1000  # that are tried
-
 
 def evaluate(
         model: nn.Module, loader: Iterable[Any], *, steps: int | Sequence[int] | None = None,
@@ -121,18 +119,14 @@ def calibrate_halting(
     """
     max_drop = number(0., 1.)('max_drop', max_drop)
     blocks = the_ode(model)
-    replace(blocks.config, halting='entropy')  # refuses an adaptive method
-    if blocks.readout is None or blocks.after or getattr(model, 'num_classes', 0) < 2:
-        raise ValueError(f'The head of this {type(model).__name__} cannot be applied to the states along the way, or '
-                         'gives no classes, so no image can halt.')
+    blocks.twin().config = replace(blocks.config, halting='entropy')  # refuses what cannot halt
     rows = []  # by image, the scores after each step [B, K], and whether the answer is right [B, K]
     with evaluating(model), torch.inference_mode():
         for images, labels in read_batches(loader, labels=None, bar='halting' if progress else ''):
             with watch_blocks([[blocks]]) as [(states, handed)]:  # one on a step would keep other threads from halting
                 model(images.to(next(model.parameters())))
             if not handed:
-                raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can leave the '
-                                 'batch between them. If it has gradient checkpointing, call '
+                raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can halt. Try '
                                  'model.set_grad_checkpointing(False).')
             x, (args, kwargs) = states[0], handed[0]
             for block in blocks.before:
@@ -145,7 +139,11 @@ def calibrate_halting(
     scores, right = (torch.cat(batches) for batches in zip(*rows, strict=True))
     full = right[:, -1].double().mean().item()
     best = None
-    for threshold in _thresholds(scores[:, :-1]):
+    finite = scores[:, :-1][scores[:, :-1].isfinite()].unique()
+    # 0, and thresholds between two scores each, where rounding changes nothing; the last lies above all
+    between = torch.cat([(finite[:-1] + finite[1:]) / 2, 1.01 * finite[-1:] + 1e-6])
+    some = torch.linspace(0, len(between) - 1, min(1000, len(between))).long()
+    for threshold in (0., *between[some].tolist()):
         done = scores <= threshold
         done[:, -1] = True
         taken = done.int().argmax(dim=1) + 1  # steps of each image
@@ -159,10 +157,3 @@ def calibrate_halting(
         threshold=threshold, images=len(right),
         nfe=METHODS[blocks.method].evaluations * taken.double().mean().item(),
         full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full)
-
-
-def _thresholds(scores: Tensor) -> list[float]:
-    """0, and thresholds between two scores each, where rounding changes nothing; the last lies above all scores."""
-    finite = scores[scores.isfinite()].unique()
-    between = torch.cat([(finite[:-1] + finite[1:]) / 2, 1.01 * finite[-1:] + 1e-6])
-    return [0., *between[torch.linspace(0, len(between) - 1, min(THRESHOLDS, len(between))).long()].tolist()]

@@ -116,7 +116,9 @@ def _compared(ours: Tensor, finite: Tensor, theirs: Tensor) -> dict[str, float]:
     if ours.shape != theirs.shape:
         raise ValueError(f'The model gives embeddings {list(ours.shape)}, the teacher {list(theirs.shape)}. Give a '
                          'teacher with the same output.')
-    found = {'cosine': 1. if ours is theirs else F.cosine_similarity(ours, theirs, dim=-1).mean().item()}
+    found: dict[str, float] = {}
+    if ours.shape[1] > 1:  # of one number, it is 1 or -1
+        found['cosine'] = 1. if ours is theirs else F.cosine_similarity(ours, theirs, dim=-1).mean().item()
     if len(ours) > 1:  # one image has no variance, and no neighbour
         variance = (theirs - theirs.mean(dim=0)).square().mean().clamp_min(1e-12)
         same = (nearest(ours) == nearest(theirs)) & (finite | (ours is theirs))
@@ -157,7 +159,7 @@ def probe_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: T
 def _zero_shot(embeddings: Tensor, labels: Tensor, classes: Tensor) -> float:
     needed = int(labels.max()) + 1
     if classes.shape[1:] != embeddings.shape[1:] or len(classes) < needed or not classes.isfinite().all():
-        raise ValueError(f'class_embeddings have the shape {list(classes.shape)}; expected one row for each of '
-                         f'{needed} classes or more, [classes, {embeddings.shape[1]}], of finite numbers.')
+        raise ValueError(f'class_embeddings must be finite numbers [{needed} classes or more, {embeddings.shape[1]}]; '
+                         f'got {list(classes.shape)}.')
     cosines = embeddings @ F.normalize(classes.detach().to(embeddings), dim=-1).T
     return 100 * (cosines.argmax(dim=-1) == labels).double().mean().item()

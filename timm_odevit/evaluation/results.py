@@ -10,7 +10,7 @@ from typing_extensions import TypeVar
 
 from ..data.batches import read_batches
 from ..data.preprocessing import renormalisation
-from ..files import markdown_table, to_json, write_text
+from ..files import cell, markdown_table, to_json, write_text
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 from ..settings import one_of
@@ -41,8 +41,7 @@ def passes(
     if teacher is not None:
         runs.insert(0, ('teacher', 'teacher', teacher, renormalisation(model, teacher)))
     if len(runs) > 1 and (isinstance(loader, Iterator) or isinstance(others, Iterator)):
-        raise ValueError('A generator gives its batches only once, but they are read for each number of steps and for '
-                         'the teacher. Give a list of batches, or a DataLoader.')
+        raise ValueError('A generator gives its batches only once. Give a list of batches, or a DataLoader.')
     first = None
     for kind, name, view, normalisation in runs:
         options = each, labels, amp_dtype, name if progress else '', normalisation
@@ -101,7 +100,6 @@ class Result(_Measured):
     agreement: float | None  # share of images whose top-1 class is the teacher's, in percent
     kept: float | None  # share of the teacher's top-1 accuracy, in percent
 
-    # field, heading and digits
     COLUMNS = (('top1', 'top-1 %', 2), ('top5', 'top-5 %', 2), ('loss', 'loss', 4), ('agreement', 'agreement %', 1),
                ('kept', 'kept %', 1))
 
@@ -141,9 +139,9 @@ class Evaluation(Generic[AnyResult]):
         """In Markdown."""
         rows = [['model', 'steps', 'NFE', 'parameters', *(heading for _, heading, _ in self.results[0].COLUMNS)]]
         for r in self.results:
-            steps = f'**{r.steps}**' if r.steps in self.trained_at else _text(r.steps)
-            rows.append([r.model, steps, _text(r.nfe), f'{r.parameters:,}',
-                         *(_text(getattr(r, name), digits) for name, _, digits in r.COLUMNS)])
+            steps = f'**{r.steps}**' if r.steps in self.trained_at else cell(r.steps)
+            rows.append([r.model, steps, cell(r.nfe), f'{r.parameters:,}',
+                         *(cell(getattr(r, name), digits) for name, _, digits in r.COLUMNS)])
         return markdown_table(rows)
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -160,10 +158,4 @@ class Evaluation(Generic[AnyResult]):
         of = f'{self.data}: ' if self.data else ''
         return f'{of}{self.results[0].images:,} images{trained}\n\n{self.table()}'
 
-    _repr_markdown_ = __repr__  # in a notebook
-
-
-def _text(value: float | None, digits: int = 2) -> str:
-    if value is None:
-        return '-'
-    return str(value) if isinstance(value, int) else f'{value:.{digits}f}'
+    _repr_markdown_ = __repr__

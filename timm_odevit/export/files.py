@@ -94,7 +94,6 @@ def export_model(
 
 
 def metadata(model: Any) -> dict[str, Any]:
-    """What a file says of a model."""
     odes, name = find_ode_blocks(model), model_name(model)
     steps: Any = [ode.steps for ode in odes]
     if len(odes) == 1:

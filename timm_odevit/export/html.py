@@ -36,9 +36,8 @@ def write_html(model: Any, _: Tensor, path: Path, about: dict[str, str]) -> None
     page = {key: json.loads(value) for key, value in about.items()}
     if found := next(_obstacles(model, page), None):
         raise ValueError(
-            f"A page cannot run this model: {found}. It runs timm's VisionTransformer, converted (lie_trotter, euler) "
-            'or not: square RGB images, two or more classes, softmax attention, GELU, LayerNorm, LayerScale, and a '
-            'class token or the average of tokens. For others, choose the format onnx.')
+            f"A page cannot run this model: {found}. It runs timm's VisionTransformer of ordinary parts, converted "
+            '(lie_trotter, euler) or not, on square RGB images. For others, choose the format onnx.')
     if not isinstance(model.blocks, OdeBlocks):
         convert_(model, phases=len(model.blocks), keep_original=False)
     ode, state, prefix = model.blocks, _state(model), 0 if model.pool_include_prefix else model.num_prefix_tokens
@@ -66,7 +65,6 @@ def _state(model: Any) -> dict[str, Tensor]:
 
 
 def _obstacles(model: Any, about: dict[str, Any]) -> Iterator[str]:
-    """What of a model the page cannot run."""
     modules = dict(model.named_modules())
     yield from (f"{name or 'it'} is a {type(m).__name__}" for name, m in modules.items() if type(m) not in MODULES)
     ode, size, patch = model.blocks, about['input_size'], model.patch_embed.patch_size

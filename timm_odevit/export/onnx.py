@@ -157,8 +157,6 @@ def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -
 
 
 class _AnyLength(nn.Module):
-    """A step whose length is an input."""
-
     def __init__(self, step: Step) -> None:
         super().__init__()
         self.step, self.field = step, step.field
@@ -170,8 +168,6 @@ class _AnyLength(nn.Module):
 
 
 class _Solve(nn.Module):
-    """All steps, as one node of the graph."""
-
     def __init__(self, field: nn.Module) -> None:
         super().__init__()
         self.field = field

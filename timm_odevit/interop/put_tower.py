@@ -54,8 +54,8 @@ def put_tower_(model: nn.Module, tower: nn.Module) -> PutTower:
         modules = {'visual': _in_open_clip(visual, tower)}
     else:
         raise unexpected(
-            'put_tower_', program, f'a {", ".join(HOLDERS)} of transformers, or of open_clip, a model whose visual is '
-                                   'its VisionTransformer or a TimmModel and gives no patch tokens')
+            'put_tower_', program, f'a {", ".join(HOLDERS)}, or a model of open_clip whose visual is a '
+                                   'VisionTransformer or TimmModel and gives no patch tokens')
     return PutTower(program, [(program, name, module) for name, module in modules.items()])
 
 

@@ -34,7 +34,7 @@ class OdeBlocks(nn.Module):
 
     The steps are modules, 'solver.0' to 'solver.K-1', so hooks, feature extraction and FX find K layers. `steps`,
     `method` and `config` may be set at any time, which makes new steps (hooks on the old ones are lost). An adaptive
-    method solves [0, T] in one call, and runs the steps only if the host asks for states in between. `before` and
+    method solves [0, T] in one call, and runs the steps only if one has a hook or the host asks for them. `before` and
     `after` are kept blocks of the base; `readout` maps a final state to the host's logits.
     """
     solver: Any
@@ -70,7 +70,7 @@ class OdeBlocks(nn.Module):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == 'shared' and 'solver' in self._modules:  # by a wrapper, say: the steps must hold it, too
-            if len(value.phases) > 1 and not isinstance(value, Field):
+            if not isinstance(value, Field) and len(getattr(value, 'phases', '..')) > 1:
                 raise TypeError('Steps call one shared block each. Wrap those, blocks.shared.fields[i].')
             for step in self.solver:
                 step.set_field(value)
@@ -123,7 +123,8 @@ class OdeBlocks(nn.Module):
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0."""
+        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0 (not of a
+        pass in which the host or a hook asked for the steps)."""
         return self._counts.evaluations if self.config.adaptive else self.steps * METHODS[self.method].evaluations
 
     @property
@@ -144,7 +145,7 @@ class OdeBlocks(nn.Module):
         taken = None
         for block in self.before:
             x = block(x, *args, **kwargs)
-        if self.config.adaptive:
+        if self.config.adaptive and not self._hooked:
             x = self._solve(x, [self.t, self.end], args, kwargs)[-1]
         elif self.readout is not None and self._halts(x):
             x, taken = run_halting([*self._steps(args, kwargs)], x, self.readout, self.config.halting_threshold)
@@ -183,7 +184,11 @@ class OdeBlocks(nn.Module):
     def _halts(self, x: Any) -> bool:
         # a graph has no values, and a hook on a step sees all images
         return (self.config.halting is not None and not self.shared.training and not isinstance(x, torch.fx.Proxy)
-                and not x.is_meta and not any(step._forward_hooks or step._forward_pre_hooks for step in self.solver))
+                and not x.is_meta and not self._hooked)
+
+    @property
+    def _hooked(self) -> bool:
+        return any(step._forward_hooks or step._forward_pre_hooks for step in self.solver)
 
     def twin(self) -> 'OdeBlocks':
         twin = shallow_copy(self)
@@ -235,7 +240,6 @@ def the_ode(model: nn.Module) -> Any:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Each is counted once."""
     return sum(p.numel() for p in model.parameters())
 
 

@@ -81,7 +81,10 @@ class Field(nn.Module):
 
 
 class NativeField(Field):
-    """The base model's own sub-layers; of pre-norm blocks (norm1, attn, ls1, norm2, mlp, ls2), others by subclasses."""
+    """The base model's own sub-layers; of pre-norm blocks (norm1, attn, ls1, norm2, mlp, ls2), others by subclasses.
+
+    `block` itself is not called: hooks and wrappers belong around its parts, or around the field.
+    """
     about = "the base's own"
     block: Any
 
@@ -125,8 +128,12 @@ class CenterNorm(nn.Module):
     def __init__(self, dim: int, **dd: Any) -> None:
         super().__init__()
         self.scale = dim / (dim - 1)
-        self.weight = nn.Parameter(torch.ones(dim, **dd))
-        self.bias = nn.Parameter(torch.zeros(dim, **dd))
+        self.weight, self.bias = (nn.Parameter(torch.empty(dim, **dd)) for _ in range(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * (self.scale * (x - x.mean(dim=-1, keepdim=True))) + self.bias
@@ -140,8 +147,8 @@ class CenterNorm(nn.Module):
 class LipschitzField(Field):
     """The paper's field (arXiv 2511.16501): bias-free self-attention and a bias-free MLP, each behind a CenterNorm.
 
-    A CenterNorm is linear, so it is one matrix product with the projection behind it, qkv or fc1, whose hooks thus do
-    not fire.
+    A CenterNorm is linear, so it is one matrix product with the projection behind it, qkv or fc1, whose forward hooks
+    thus fire only beside pre-hooks.
     """
     about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
     has_attention_maps = True
@@ -196,8 +203,9 @@ class LipschitzField(Field):
 
     def fold(self) -> list[Tensor] | None:
         """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
-        # FSDP2 gathers weights only for calls; LoRA and int8 do more than multiply
-        if is_traceable_wrapper_subclass(self.qkv.weight) or not type(self.qkv) is type(self.fc1) is nn.Linear:
+        # FSDP2 gathers weights only for calls; LoRA and int8 do more than multiply; hooks prune or normalise weights
+        if (is_traceable_wrapper_subclass(self.qkv.weight) or not type(self.qkv) is type(self.fc1) is nn.Linear
+                or self.qkv._forward_pre_hooks or self.fc1._forward_pre_hooks):
             return None
         return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
 

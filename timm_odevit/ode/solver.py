@@ -46,8 +46,6 @@ def layout(config: OdeConfig, borders: Sequence[float], t: float) -> list[tuple[
 
 
 class AdaptiveStep(Step):
-    """An adaptive solution over [t, t + h]."""
-
     def __init__(self, field: Field, t: float, h: float, config: OdeConfig) -> None:
         super().__init__(field, t, h)
         self.config = config
@@ -61,7 +59,7 @@ def solve_adaptive(
     """The states at some times [len(times), B, N, D], x at the first, and how often an adaptive method evaluated."""
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"'{config.method}' controls its error and needs float32 or float64; got {x.dtype}. Use a "
-                         f"fixed-step method ({', '.join(METHODS)}) or a float32 model.")
+                         'fixed-step method, or model.float().')
     if not x.numel():  # an empty state has no error to measure
         return x.expand(len(times), *x.shape), 0
     import torchdiffeq

@@ -11,7 +11,7 @@ from torch import nn
 
 from .._version import __version__
 from ..convert.planning import count_in_words
-from ..files import markdown_table
+from ..files import cell, markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
 
@@ -77,9 +77,8 @@ def _plain(text: Any) -> str:
 def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Sequence[int]) -> str:
     rows = [['model', 'K', 'NFE', 'parameters', 'top-1 %', 'top-5 %', 'kept %', 'agreement %']]
     for r in results:
-        steps = f"**{r['steps']}**" if r['steps'] in trained_at else str(r['steps'] or '-')
+        steps = f"**{r['steps']}**" if r['steps'] in trained_at else cell(r['steps'])
         mark = ' (as saved)' if own and r['steps'] == own else ''
-        shares = [f'{r[key]:.2f}' if r[key] is not None else '-' for key in ('top1', 'top5', 'kept', 'agreement')]
-        nfe = '-' if r['nfe'] is None else f"{r['nfe']:.4g}"
-        rows.append([_plain(r['model']), steps + mark, nfe, f"{r['parameters']:,}", *shares])
+        rows.append([_plain(r['model']), steps + mark, cell(r['nfe']), f"{r['parameters']:,}",
+                     *(cell(r[key]) for key in ('top1', 'top5', 'kept', 'agreement'))])
     return markdown_table(rows)

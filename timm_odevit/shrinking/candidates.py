@@ -21,7 +21,7 @@ from ..convert.block_kinds import find_stages
 from ..convert.conversion import convert_
 from ..export.files import export_model, load_exported
 from ..export.onnx import rewrite
-from ..files import staged
+from ..files import OWN, staged
 from ..ode.blocks import find_ode_blocks
 from ..quantization import quantize_
 from ..settings import one_line
@@ -33,7 +33,6 @@ TOKENS = (0.5, 0.2)
 
 
 class Candidate(NamedTuple):
-    """A model to be compared, and how its file is written."""
     kind: str  # 'original', 'plain' or 'student'
     name: str
     model: nn.Module
@@ -48,7 +47,6 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a candidate."""
     kind: str
     name: str
     file: str  # its name
@@ -86,7 +84,7 @@ def _files(
     folder.mkdir(exist_ok=True)
     files: list[Any] = []
     notes, exported = list[str](), dict[int, Path | None]()
-    with tempfile.TemporaryDirectory(dir=folder) as aside:
+    with tempfile.TemporaryDirectory(prefix=OWN, dir=folder) as aside:
         for candidate in chosen:
             like = next(candidate.model.parameters())
             onnx = like.device.type == 'cpu' and like.dtype == torch.float32 and all(

@@ -178,7 +178,6 @@ def smallest_size(material: Material, keep: float, minutes: float, progress: boo
 
 
 def converted(material: Material, config: OdeConfig) -> Conversion:
-    """The conversion of a copy, its `model`."""
     return convert_(copy.deepcopy(material.model).requires_grad_(True), config, keep_original=False)
 
 

@@ -17,7 +17,7 @@ from ..convert.planning import parse_size
 from ..data.batches import Mapped, hash_of
 from ..data.preprocessing import model_name
 from ..distributed import alone_in
-from ..files import to_json, write_text
+from ..files import OWN, to_json, write_text
 from ..hooks import random_states_kept
 from ..ode.blocks import count_parameters, find_ode_blocks
 from ..ode.config import OdeConfig
@@ -146,7 +146,7 @@ def shrink(
 def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, Any]:
     """Minutes to prepare and to measure, by measuring the original, and those trained so far."""
     at: list[float] = []
-    with tempfile.TemporaryDirectory(dir=folder) as aside:  # refuses what cannot be written
+    with tempfile.TemporaryDirectory(prefix=OWN, dir=folder) as aside:  # refuses what cannot be written
         for _ in range(2):  # the first loads what it needs
             at.clear()
             measure([Candidate('original', 'original', material.model)], material.judging, material.learned.images,
@@ -184,7 +184,6 @@ def _trained(
 
 
 def _save_best(folder: Path) -> None:
-    """Save the best state so far of all trainings in a folder, if there is one."""
     states = [(score_of(read_run(run).get('plan', {}).get('start')), run / START) for run in folder.glob('[0-9]*')]
     for file in sorted(folder.glob(f'*/stage*/{HISTORY}')):
         states.append((max(map(score_of, json.loads(file.read_text()))), file.parent / BEST))

@@ -121,7 +121,7 @@ class Verdict:
     def __str__(self) -> str:
         return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
 
-    def _repr_markdown_(self) -> str:  # in a notebook
+    def _repr_markdown_(self) -> str:
         about = '\n'.join(['```', *self.about, '```'])
         return '\n\n'.join([about, self.table(), self.machine, self.recommendation, *self.outlook])
 

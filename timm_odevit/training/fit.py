@@ -113,7 +113,7 @@ def fit(
         for epoch in left:
             bar.set_description(f"{getattr(task, 'title', 'training')}, epoch {epoch + 1} of {plan['epochs']}")
             record = trainer.epoch(epoch, val_loader, bar.update)
-            best = score_of(record, 1e99) > max(map(score_of, history), default=-1e99)
+            best = score_of(record, 1e99) >= max(map(score_of, history), default=-1e99)
             history.append(record)
             if folder is not None and trainer.rank == 0:
                 if best:
@@ -136,7 +136,6 @@ def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
 
 
 def check_unused(folder: Path, resume: bool, file: Path) -> None:
-    """Refuse a folder with this file, unless its run is to be resumed."""
     if not resume and file.exists():
         raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
 
@@ -157,6 +156,8 @@ def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
         state: dict[str, Any] = torch.load(path, map_location='cpu', weights_only=True)
         then = {**asked, **state['settings']}  # a setting that did not exist when the file was written is unchanged
         state['history'], state['plan']  # are needed, too
+    except OSError:
+        raise
     except Exception as e:
         raise ValueError(f"'{path}' is not a state saved by fit(), or truncated. Delete it to start again.") from e
     check_same(str(path), then, asked)

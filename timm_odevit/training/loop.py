@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from functools import partial
 from importlib.util import find_spec, module_from_spec
 from itertools import count, islice
+from random import Random
 from typing import Any
 
 import torch
@@ -151,9 +152,11 @@ class Stream:
 
     def _passes(self) -> Iterator[Any]:
         for i in count(PASSES * self.epoch):
-            set_epoch(self.loader, i)
+            set_epoch(loader := self.loader, i)
+            if isinstance(loader, list):
+                loader = Random(i).sample(loader, len(loader))
             empty = True
-            for batch in self.loader:
+            for batch in loader:
                 empty = False
                 yield batch
             if empty:
@@ -177,7 +180,6 @@ def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float
 
 
 def words_of(record: dict[str, float]) -> str:
-    """What `score_of` compares, in words."""
     return next(words.format(record[name]) for name, (_, words) in _SCORES.items() if name in record)
 
 

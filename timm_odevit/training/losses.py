@@ -6,7 +6,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from timm.models import group_parameters
-from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
 from ..convert.block_kinds import has_class_token, prefix_tokens
@@ -58,7 +57,6 @@ class TrajectoryPass(nn.Module):
         return {'loss': loss, 'output': outputs[0], **{f'{name}_loss': part for name, part in parts.items()}}
 
     def _parts(self, student: Any, images: Tensor, seen: Any, *given: Any) -> tuple[Tensor, dict[str, Tensor]]:
-        """The output, and the parts of the loss."""
         config, odes = self.config, find_ode_blocks(student)
         first, last = len(odes[0].before), len(odes[0].before) + odes[0].steps - 1
         exits = [min(max(first + round(t * odes[0].steps) - 1, first), last - 1) for t in config.exits
@@ -97,13 +95,6 @@ def _follow(student: Any, images: Tensor, indices: list[Any]) -> tuple[Any, list
     """Features for `forward_head`, and the states after some blocks of each stage."""
     if not any(indices):
         return student.forward_features(images), [{} for _ in indices]
-    if isinstance(student, VisionTransformer):  # with an adaptive method too; others may not return prefix tokens
-        wanted = sorted(indices[0])
-        found: Any
-        features, found = student.forward_intermediates(
-            images, indices=wanted, norm=False, output_fmt='NLC', return_prefix_tokens=True)
-        states = [torch.cat([s[1], s[0]], dim=1) if isinstance(s, tuple) else s for s in found]
-        return features, [dict(zip(wanted, states, strict=True))]
     with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
         features = student.forward_features(images)
     return features, [{i: path[i + 1] for i in of} for (path, _), of in zip(seen, indices, strict=True)]
@@ -119,7 +110,7 @@ def trajectory_loss(
     """
     if student.shape != teacher.shape:
         raise ValueError(f'The student has states {list(student.shape)}, the teacher {list(teacher.shape)}. Build both '
-                         'with patch_drop_rate=0; patch_drop of the loss drops the same patches in both.')
+                         'with patch_drop_rate=0; the loss has a patch_drop for both.')
     bounds = 0, int(has_class_token), num_prefix_tokens, student.shape[1]
     loss, total = student.new_zeros((), dtype=torch.float32), 0.
     for (start, stop), weight in zip(pairwise(bounds), weights, strict=True):

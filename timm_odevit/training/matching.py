@@ -4,7 +4,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from timm.models.vision_transformer import VisionTransformer
 from timm.utils import unwrap_model
 from torch import Tensor, nn
 
@@ -24,8 +23,7 @@ def check_models(student: Any, teacher: Any) -> None:
     """Refuse a student that is no ODE-ViT, or whose states cannot follow its teacher's."""
     for each in (student, teacher):
         if each is not None and unwrap_model(each) is not each:
-            raise TypeError(f'Give student and teacher as they are, without {type(each).__name__}, since their states '
-                            'are read. fit(compile=True) compiles their blocks.')
+            raise TypeError(f'Give student and teacher without {type(each).__name__}; fit(compile=True) compiles them.')
     if not find_ode_blocks(student):
         raise TypeError(f'The student must be an ODE-ViT; this {type(student).__name__} is none. Call convert_ first.')
     if teacher is None:
@@ -86,10 +84,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
              f"checkpoints='distance' needs one sequence of blocks, but {name} has {len(odes)} stages."),
             (several and any(isinstance(k, int) for of in config.of_updates for k in of),
              f'steps={config.steps}: {name} has {len(odes)} stages with step counts of their own. Give shares of '
-             "them, such as ['50%', '100%', '200%']."),
-            (not isinstance(student, VisionTransformer) and any(ode.config.adaptive for ode in odes),
-             f"'{odes[0].method}' gives no states to follow in "
-             f"{name}. Set a fixed-step method first, such as model.blocks.method = 'rk4'.")):
+             "them, such as ['50%', '100%', '200%'].")):
         if wrong:
             raise ValueError(why)
 

@@ -31,7 +31,6 @@ Section = dict[str, Any] | None
 
 
 def _section(known: Sequence[str] | None = None) -> Check:
-    """Keys and values, of which the keys are known; or None."""
     def check(name: str, value: Any) -> Any:
         if value is not None and not isinstance(value, dict):
             raise ValueError(f'{name} must hold keys and values; got {value!r}.')
@@ -60,7 +59,6 @@ def _stages(name: str, value: Any) -> tuple['Stage', ...]:
 
 @contextmanager
 def prefixed(where: str) -> Iterator[None]:
-    """Say where in a recipe the mistake is."""
     try:
         yield
     except Exception as e:

@@ -199,14 +199,12 @@ def _let_learn(student: nn.Module, names: set[str]) -> None:
 
 
 def read_run(folder: Path) -> Any:
-    """What run.json holds; nothing if there is none."""
     try:
         found = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
         found.get('plan', {}).items()
         return found
     except (AttributeError, ValueError) as e:
-        raise ValueError(f"'{folder / RUN}' is damaged, so the run in this folder cannot be resumed. Start again in "
-                         'another folder.') from e
+        raise ValueError(f"'{folder / RUN}' is damaged. Start again in another folder.") from e
 
 
 def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:
