@@ -115,8 +115,6 @@ def test_adaptive_methods_measure_their_evaluations(vit, images):
     torch.testing.assert_close(model.forward_head(final), logits, rtol=1e-3, atol=1e-3)
     x = model._pos_embed(model.patch_embed(images))
     assert model.blocks.trajectory(x).shape == (4, 2, 17, 32)
-    model.blocks.method, model.blocks.steps = 'rk4', 12
-    torch.testing.assert_close(model(images), logits, rtol=1e-3, atol=1e-3)
 
 
 def test_an_adaptive_method_takes_an_empty_batch(vit):
@@ -273,7 +271,7 @@ def test_a_compiled_shared_block_is_used(vit, images):
     three.blocks.shared.fields[1] = torch.compile(three.blocks.shared.fields[1], backend=lambda graph, inputs: calls.append(3) or graph)
     three(images)
     assert 3 in calls
-    with pytest.raises(TypeError, match=r'blocks.shared.fields\[i\]'):
+    with pytest.raises(TypeError, match=r'each of blocks.shared.fields'):
         three.blocks.shared = torch.compile(three.blocks.shared)
     torch._dynamo.reset()
 

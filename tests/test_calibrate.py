@@ -12,7 +12,7 @@ from PIL import Image
 from torch.utils.data import DataLoader, TensorDataset
 
 from timm_odevit import OdeConfig, TrajectoryDistillationTask, calibrate_
-from timm_odevit.data.batches import DataConfig
+from timm_odevit.data.batches import DataConfig, Mapped
 from timm_odevit.data.read import NOTE, read_data
 from timm_odevit.training import run
 from timm_odevit.training.loop import Stream
@@ -165,11 +165,12 @@ def test_every_epoch_has_orders_of_its_own():
         stream.set_epoch(epoch)
         assert sorted(islice(stream, 2)) == [1, 2] and len(list(stream)) == 3
     assert len(set(seen)) == 8
-    stream, seen = Stream([1, 2, 3], 1), []  # a plain list
-    for epoch in range(40):
-        stream.set_epoch(epoch)
-        seen += stream
-    assert set(seen) == {1, 2, 3}
+    for batches in ([1, 2, 3], (1, 2, 3), Mapped([1, 2, 3], int)):
+        stream, seen = Stream(batches, 1), []
+        for epoch in range(40):
+            stream.set_epoch(epoch)
+            seen += stream
+        assert set(seen) == {1, 2, 3}
 
 
 @pytest.mark.parametrize('kind', ['tensor', 'loader', 'augmented'])

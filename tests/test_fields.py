@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from timm.layers import set_fused_attn
 from torch import nn
+from torch.nn.utils import prune
 
 from timm_odevit.ode.fields import CenterNorm, LipschitzField, NativeField
 
@@ -36,6 +37,9 @@ def test_hooks_that_make_weights_are_used():
     nn.utils.spectral_norm(field.qkv)
     field(0., x, context(field)).sum().backward()
     assert field.qkv.weight_orig.grad.any() and torch.linalg.matrix_norm(field.qkv.weight, 2) < 2
+    prune.random_unstructured(field.norm1, 'weight', 0.5)
+    nn.init.zeros_(field.norm1.weight_orig), nn.init.zeros_(field.norm1.bias)
+    torch.testing.assert_close(field(0., x, context(field), 'attention'), torch.zeros_like(x))
 
 
 def context(field):

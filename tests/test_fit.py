@@ -60,8 +60,7 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
 
 
 def test_the_last_of_equal_epochs_is_the_best(vit, tmp_path):
-    task = build(vit)
-    fit(task, *loaders(), epochs=3, out=tmp_path, progress=False, lr=1e-6)
+    fit(task := build(vit), *loaders(), epochs=3, out=tmp_path, progress=False, lr=1e-6)
     best = timm.create_model(f"local-dir:{tmp_path / 'best'}", pretrained=True)
     assert all(map(torch.equal, best.parameters(), task.get_eval_model().parameters()))
 

@@ -156,6 +156,12 @@ def test_changes_of_what_is_not_there_and_files_that_are_no_text(tmp_path):
         Recipe.load(tmp_path / 'a.yaml')
 
 
+@pytest.mark.parametrize('path', sorted(HUB.glob('*/*.yaml')), ids=lambda path: f'{path.parent.name}/{path.stem}')
+def test_recipes_of_published_models_load(path):
+    made = Recipe.load(path)
+    assert all('kd_weight' in {**(made.loss or {}), **(stage.loss or {})} for stage in made.stages if stage.task == 'trajectory')
+
+
 def test_changes_reach_every_place():
     made = recipe('stages.0.loss.kd_weight=0.5', 'ode.phases=3', 'fit.lr=1e-4', 'data.batch_size=null')
     assert made.loss_of(made.stages[0]) == LossConfig(kd_weight=0.5) and made.config.phases == 3

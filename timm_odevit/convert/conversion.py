@@ -165,7 +165,7 @@ def _build(model: Any, site: Site, config: OdeConfig) -> OdeBlocks:
 def _logits(model: Any, state: Tensor) -> Tensor:
     """[B, classes], for a last state [B, N, D]."""
     if model.num_classes < 2 or not getattr(model, 'global_pool', True):
-        raise ValueError('Halting needs pooling, and two classes or more. Set halting=None.')
+        raise ValueError('Halting needs pooling, and two classes or more. Leave halting at None.')
     return model.forward_head(model.norm(state))
 
 

@@ -132,11 +132,12 @@ def read_data(
         loaders = {part: FileLoader(of, model, config) for part, of in samples.items()}
     else:
         dtype = dtype_of(model)
-        prepare, augment, device = (lambda images: images.to(dtype)), None, None
+        prepare, augment = (lambda images: images.to(dtype)), None
         if kind == 'npz':
             device, prepare = next(model.parameters()).device, preparation(model)
+            parts = {part: (images.contiguous().to(device), own) for part, (images, own) in parts.items()}
             augment = partial(_augment, padding=config.padding, flip=config.flip, reprob=config.reprob)
-        parts = {part: (x := images.contiguous().to(device), own.to(x.device)) for part, (images, own) in parts.items()}
+        parts = {part: (images, own.to(images.device)) for part, (images, own) in parts.items()}
         train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
         loaders = {part: ArrayLoader(*of, config.batch_size, prepare) for part, of in parts.items()}
     if config.mixes and train is not None:

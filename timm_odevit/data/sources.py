@@ -41,7 +41,7 @@ def read_folder(root: Path, training: bool, others: bool) -> tuple[dict[str, Par
         files, labels, own = files_in(folder)
         if part == 'test' and names and own != names:  # often without labels
             continue
-        if own[0] == '' and not others:
+        if own[0] == '' and not (others and len(own) == 1):
             file = os.path.basename(files[labels.tolist().index(0)])
             raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}, but labels are "
                              'needed. Make a sub-folder for each class.')

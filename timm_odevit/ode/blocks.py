@@ -57,10 +57,10 @@ class OdeBlocks(nn.Module):
                              'tokens=1.')
         if config.halting and self.after:
             raise ValueError('Images may leave after any step, but this model has blocks after the ODE that they would '
-                             'skip. Set halting=None.')
+                             'skip. Leave halting at None.')
         if config.halting and self.readout is None:
             raise ValueError('Halting needs a model with one sequence of blocks, whose logits are '
-                             'forward_head(norm(state)). Set halting=None.')
+                             'forward_head(norm(state)). Leave halting at None.')
         self._use(config, Solver(config, self.shared, self.t, self.num_prefix_tokens).train(self.training))
 
     def _use(self, config: OdeConfig, solver: nn.ModuleList) -> None:
@@ -71,7 +71,8 @@ class OdeBlocks(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == 'shared' and 'solver' in self._modules:  # by a wrapper, say: the steps must hold it, too
             if not isinstance(value, Field) and len(getattr(value, 'phases', '..')) > 1:
-                raise TypeError('Steps call one shared block each. Wrap those, blocks.shared.fields[i].')
+                raise TypeError('Steps call one shared block each, a Field or what passes on its attributes. Wrap '
+                                'blocks.shared or, of several, each of blocks.shared.fields.')
             for step in self.solver:
                 step.set_field(value)
         super().__setattr__(name, value)
@@ -123,8 +124,8 @@ class OdeBlocks(nn.Module):
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0 (not of a
-        pass in which the host or a hook asked for the steps)."""
+        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0 (also if
+        a hook, or the host, asked for the steps)."""
         return self._counts.evaluations if self.config.adaptive else self.steps * METHODS[self.method].evaluations
 
     @property
@@ -154,6 +155,8 @@ class OdeBlocks(nn.Module):
                 x = step(x, context)
         if not torch.compiler.is_compiling():
             self._counts.steps = taken
+            if self._hooked:  # what adaptive steps take is not counted
+                self._counts.evaluations = 0
         for block in self.after:
             x = block(x, *args, **kwargs)
         return x

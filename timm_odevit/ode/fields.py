@@ -205,7 +205,7 @@ class LipschitzField(Field):
         """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
         # FSDP2 gathers weights only for calls; LoRA and int8 do more than multiply; hooks prune or normalise weights
         if (is_traceable_wrapper_subclass(self.qkv.weight) or not type(self.qkv) is type(self.fc1) is nn.Linear
-                or self.qkv._forward_pre_hooks or self.fc1._forward_pre_hooks):
+                or any(layer._forward_pre_hooks for layer in (self.norm1, self.qkv, self.norm2, self.fc1))):
             return None
         return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
 

@@ -30,7 +30,7 @@ def run_halting(
     for name, value in steps[0][1].block_kwargs.items():
         if isinstance(value, Tensor) and (value.ndim > 2 or name == 'attn_mask'):
             raise ValueError(f'The model passes its blocks a {name} for the whole batch, so no image can leave early. '
-                             'Set halting=None.')
+                             'Leave halting at None.')
     taken = torch.full((x.shape[0],), len(steps), device=x.device)  # len(x) would fix it in a graph
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         # shapes must not depend on values: every image goes through all steps

@@ -59,7 +59,7 @@ def solve_adaptive(
     """The states at some times [len(times), B, N, D], x at the first, and how often an adaptive method evaluated."""
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"'{config.method}' controls its error and needs float32 or float64; got {x.dtype}. Use a "
-                         'fixed-step method, or model.float().')
+                         "fixed-step method, such as model.blocks.method = 'rk4', or float32 without autocast.")
     if not x.numel():  # an empty state has no error to measure
         return x.expand(len(times), *x.shape), 0
     import torchdiffeq

@@ -142,7 +142,9 @@ def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
     """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device."""
     architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
     hint = 'Build it with timm.create_model and all its keywords, and load its weights into that.'
-    if not architecture or not hasattr(model, 'num_classes'):  # as with features_only
+    if not hasattr(model, 'num_classes'):
+        raise ValueError(f'This {type(model).__name__} gives features. Save the model built without features_only.')
+    if not architecture:
         raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name. {hint}')
     args = {k: v for k, v in get_model_args(model).items() if k not in CALLER and not k.startswith(PREFIX)}
     if blocks := find_ode_blocks(model):  # whose current settings count

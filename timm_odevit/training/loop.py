@@ -17,7 +17,7 @@ from timm.utils import dispatch_clip_grad, random_seed, unwrap_model
 from torch import Tensor, nn
 
 from ..convert.block_kinds import own_blocks
-from ..data.batches import set_epoch
+from ..data.batches import Mapped, set_epoch
 from ..data.preprocessing import check_labels
 from ..distributed import in_first_process, over_processes, rank_and_world
 from ..evaluation.accuracy import evaluate
@@ -152,15 +152,20 @@ class Stream:
 
     def _passes(self) -> Iterator[Any]:
         for i in count(PASSES * self.epoch):
-            set_epoch(loader := self.loader, i)
-            if isinstance(loader, list):
-                loader = Random(i).sample(loader, len(loader))
+            set_epoch(self.loader, i)
             empty = True
-            for batch in loader:
+            for batch in _reordered(self.loader, i):
                 empty = False
                 yield batch
             if empty:
                 return
+
+
+def _reordered(loader: Any, seed: int) -> Any:
+    """Batches in a list have no order of their own for each pass."""
+    if isinstance(loader, Mapped):
+        return Mapped(_reordered(loader.loader, seed), loader.change)
+    return Random(seed).sample(loader, len(loader)) if isinstance(loader, (list, tuple)) else loader
 
 
 def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
