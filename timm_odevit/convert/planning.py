@@ -88,7 +88,7 @@ def list_convertible(filter: str | list[str] = '', *, refused: bool = False) -> 
     """The timm models that `convert_` accepts, with the fields and the methods that suit each.
 
     Args:
-        filter: Wildcard for model names, such as 'vit_small*', or several; all by default, which takes two minutes.
+        filter: Wildcard for model names, such as 'vit_small*', or several; all by default, which takes minutes.
         refused: Instead, list the models that `convert_` refuses, and why.
 
     Raises ValueError if no model of timm's has such a name.

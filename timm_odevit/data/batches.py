@@ -31,8 +31,8 @@ class DataConfig(Settings):
     Attributes:
         batch_size: Images per batch; no more than there are.
         held_out: Share of the training images held out for validation.
-        padding: Pixels by which a crop may be shifted (arrays).
-        flip: Probability of mirroring (arrays; folders: 0.5).
+        padding: Pixels by which a crop may be shifted (.npz).
+        flip: Probability of mirroring (.npz; folders: 0.5).
         reprob: Probability of erasing a part of an image.
         workers: Processes that load images (folders); None for min(2, usable CPU cores - 1).
         mixup: alpha of mixup; 0 for none.

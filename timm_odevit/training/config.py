@@ -20,7 +20,7 @@ class FitConfig(Settings):
 
     Attributes:
         epochs: Or else give minutes.
-        minutes: Train for about so long, with at most a fifth of it for validation.
+        minutes: Train for about so long, with about a fifth of it, at most, for validation.
         opt: timm optimizer (compared in hub/lab/ingredients.md).
         lr: Peak learning rate.
         weight_decay: Not applied to norms, biases and embeddings.
