@@ -6,6 +6,7 @@ import torch
 from conftest import reloaded, snapshot
 from timm.models import VisionTransformer
 from torch import nn
+from torch.nn.utils import prune
 
 from timm_odevit import OdeConfig, check_convertible, convert_, list_convertible
 from timm_odevit.ode.blocks import count_parameters
@@ -196,6 +197,9 @@ def test_weights_that_are_not_finite_are_refused(vit):
         with pytest.raises(ValueError, match='blocks.1.mlp.fc1.weight contains NaN'):
             refuse(broken)
     assert len(broken.blocks) == 3
+    prune.random_unstructured((pruned := vit()).blocks[1].attn.proj, 'weight', 0.5)
+    with pytest.raises(ValueError, match='blocks.1.attn.proj computes its weight in a hook'):
+        convert_(pruned)
 
 
 def test_kept_blocks_keep_their_modes(vit):

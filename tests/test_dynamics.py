@@ -291,6 +291,8 @@ def test_spectral_norms_of_layers_that_a_library_wraps(vit):
     block = model.blocks.shared.block
     block.mlp.fc1, block.attn.qkv = Wrapped(block.mlp.fc1), Wrapped(block.attn.qkv)
     assert spectral_norms(model) == pytest.approx(expected)
+    nn.utils.parametrizations.spectral_norm(block.attn.proj)
+    assert spectral_norms(model)['attn.proj.weight'] == pytest.approx(1, rel=0.1)
 
 
 @pytest.mark.parametrize(('call', 'message'), [

@@ -56,8 +56,8 @@ def test_layer_decay_gives_the_shared_block_one_rate(name):
     scales = {id(p): group['lr_scale'] for group in optimizer.param_groups for p in group['params']}
     found = {part: {scales[id(p)] for n, p in model.named_parameters() if n.startswith(part)} for part in ('patch_embed', 'blocks', 'head')}
     assert len(found['blocks']) == 1 and max(found['patch_embed']) < max(found['blocks']) < max(found['head']) == 1
-    compiled = create_optimizer_v2(torch.compile(model), opt='adamw', lr=1., layer_decay=0.5)
-    assert [g['lr_scale'] for g in compiled.param_groups] == [g['lr_scale'] for g in optimizer.param_groups]
+    compiled = create_optimizer_v2(torch.compile(model), opt='adamw', lr=1., layer_decay=0.5).param_groups
+    assert [group['lr_scale'] for group in compiled] == [group['lr_scale'] for group in optimizer.param_groups]
 
 
 def test_attention_extract_by_hooks_sees_the_last_evaluation(x):

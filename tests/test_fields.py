@@ -26,8 +26,7 @@ def test_center_norm_is_its_formula():
 
 def test_timms_start_on_the_meta_device_fills_every_parameter():
     model = timm.create_model('odevit_tiny', img_size=32, device='meta').to_empty(device='cpu')
-    for parameter in model.parameters():
-        nn.init.constant_(parameter, torch.nan)
+    _ = [nn.init.constant_(parameter, torch.nan) for parameter in model.parameters()]
     model.init_weights()
     assert all(parameter.isfinite().all() for parameter in model.parameters())
 

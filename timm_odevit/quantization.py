@@ -122,7 +122,7 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
           torch.autocast(kind, enabled=False), ExitStack() as hooks):
         for layer in model.modules():
             patches = isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride and layer.groups == 1
-            if isinstance(layer, nn.Linear) or patches:
+            if (isinstance(layer, nn.Linear) or patches) and 'weight' in layer._parameters:  # not computed
                 hooks.enter_context(layer.register_forward_pre_hook(collect))
         for batch in images.to(next(model.parameters())).split(32):
             model(batch)

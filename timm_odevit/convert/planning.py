@@ -51,6 +51,10 @@ def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
         for name, p in site.host.blocks.named_parameters():
             if not p.is_meta and not torch.isfinite(p).all():
                 raise ValueError(f'{site.prefix}{name} contains NaN or infinite values. Load other weights.')
+        for name, module in site.host.blocks.named_modules():
+            if isinstance(vars(module).get('weight'), torch.Tensor):
+                raise ValueError(f'{site.prefix}{name} computes its weight in a hook, which would not be shared. '
+                                 'Remove that, such as by torch.nn.utils.prune.remove.')
     chosen = [site.converted(config) for site in sites]
     count = sum(map(len, chosen))
     if count > 1 and sum(len(set(kinds(blocks.values()))) for blocks in chosen) == count:

@@ -212,10 +212,12 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
     blocks = own_blocks(model)
     values: dict[str, float] = {}
     for i, block in enumerate(blocks):
-        for name, p in block.named_parameters():
-            if p.ndim != 2 or any(of in name for of in ('bias', '_pos', 'cpb_mlp')):  # they make position biases
+        for name, module in block.named_modules():
+            p = getattr(module, 'weight', None)  # as computed, if it is
+            biases = any(of in name for of in ('_pos', 'cpb_mlp'))  # they make position biases
+            if not isinstance(p, Tensor) or p.ndim != 2 or biases:
                 continue
-            label = name.replace('.base_layer.', '.').removeprefix('block.')  # in which peft holds what it wraps
+            label = f'{name}.weight'.replace('.base_layer.', '.').removeprefix('block.')  # in which peft holds layers
             label = label if len(blocks) == 1 else f'blocks.{i}.{label}'
             parts = [' (queries)', ' (keys)', ' (values)'] if label.endswith('qkv.weight') else ['']
             for what, part in zip(parts, p.chunk(len(parts)), strict=True):

@@ -50,8 +50,8 @@ def shrink(
 
     The student is converted, trained for up to 45 % of the minutes, and compared with the original, also with fewer
     tokens, and with a plain student of equal size that is trained for as long. All are written to files that run
-    without this package, with all tokens also in int8 and in 4 bits (ONNX), and measured on images that no training used: their accuracy or,
-    without labels, the agreement with the model, or the cosine of the embeddings.
+    without this package (ONNX with all tokens: also in int8 and in 4 bits), and measured on images that no training
+    used: their accuracy or, without labels, the agreement with the model, or the cosine of the embeddings.
 
     `out` will hold student/best/ and plain/best/, in timm's format, each the best so far from the first validation on;
     files/, the candidates that no other beats in everything; verdict.json; and verdict.html, if plotly is installed.
