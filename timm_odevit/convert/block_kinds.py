@@ -125,6 +125,7 @@ class Site(NamedTuple):
         return list(self.host.blocks)
 
     def converted(self, config: OdeConfig) -> dict[int, Any]:
+        """By layer."""
         first, last = config.blocks or (0, len(self.blocks) - 1)
         return {i: block for i, block in enumerate(self.blocks) if first <= i <= last}
 

@@ -51,10 +51,11 @@ def check_all(model: nn.Module, config: OdeConfig) -> list[Site]:
         for name, p in site.host.blocks.named_parameters():
             if not p.is_meta and not torch.isfinite(p).all():
                 raise ValueError(f'{site.prefix}{name} contains NaN or infinite values. Load other weights.')
-        for name, module in site.host.blocks.named_modules():
-            if isinstance(vars(module).get('weight'), torch.Tensor):
-                raise ValueError(f'{site.prefix}{name} computes its weight in a hook, which would not be shared. '
-                                 'Remove that, such as by torch.nn.utils.prune.remove.')
+        for i, block in site.converted(config).items():
+            for name, module in block.named_modules():
+                if isinstance(vars(module).get('weight'), torch.Tensor):
+                    raise ValueError(f'{site.prefix}{i}.{name} computes its weight in a hook, which would not be '
+                                     'shared. Remove that, such as by torch.nn.utils.prune.remove.')
     chosen = [site.converted(config) for site in sites]
     count = sum(map(len, chosen))
     if count > 1 and sum(len(set(kinds(blocks.values()))) for blocks in chosen) == count:
@@ -171,6 +172,7 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
     layers, total = max(map(len, parts)), sum(map(len, parts))
 
     def taken(phases: int) -> int:
+        """Parameters or, for a share, blocks that are kept."""
         each = replace(config, phases=phases)
         if isinstance(size, float):
             return sum(len(set(assignment(each, blocks))) for blocks in parts)

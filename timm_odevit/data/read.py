@@ -112,7 +112,6 @@ def read_data(
         parts['train'], parts['val'] = divided(parts['train'], share)
         words['val'] = f"the share {share:g} held out of training of {words['train']}"
     if judging and 'test' not in parts:
-        words.pop('test', None)  # a folder that could not be used
         labels_of = parts['val'][1]
         parts['val'], parts['test'] = divided(parts['val'], judging if split else 0.5, torch.zeros_like(labels_of))
     if order is not None:
@@ -192,7 +191,7 @@ def _parts(
         words = {part: str(path) for part, path in folders.items()}
         if labelled:
             parts, names = read_folder(Path(source), training, any_classes)
-            return parts, names, len(names), words
+            return parts, names, len(names), {part: words[part] for part in parts}
         parts = {}
         for part in ('train', 'test') if {'train', 'test'} <= {*folders} else ('train',):
             files, places, all_places = files_in(Path(folders.get(part, source)))

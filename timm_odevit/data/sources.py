@@ -151,6 +151,7 @@ def read_npz(
 
 
 def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
+    """Labels of so many images [N] in int64, or ValueError."""
     if not isinstance(labels, Tensor) or labels.shape != (count,) or not count or labels.dtype == torch.bool or (
             labels.is_floating_point() or labels.is_complex()):
         raise ValueError('labels must be whole numbers [N], one for each image (of one-hot labels, '

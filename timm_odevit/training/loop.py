@@ -162,7 +162,7 @@ class Stream:
 
 
 def _reordered(loader: Any, seed: int) -> Any:
-    """Batches in a list have no order of their own for each pass."""
+    """A list of batches in another order; other loaders have an order of their own for each epoch."""
     if isinstance(loader, Mapped):
         return Mapped(_reordered(loader.loader, seed), loader.change)
     return Random(seed).sample(loader, len(loader)) if isinstance(loader, (list, tuple)) else loader

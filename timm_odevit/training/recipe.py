@@ -59,6 +59,7 @@ def _stages(name: str, value: Any) -> tuple['Stage', ...]:
 
 @contextmanager
 def prefixed(where: str) -> Iterator[None]:
+    """Say where in a recipe the mistake is."""
     try:
         yield
     except Exception as e:

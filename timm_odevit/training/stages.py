@@ -199,6 +199,7 @@ def _let_learn(student: nn.Module, names: set[str]) -> None:
 
 
 def read_run(folder: Path) -> Any:
+    """What run.json holds; nothing if there is none."""
     try:
         found = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
         found.get('plan', {}).items()
