@@ -273,6 +273,16 @@ def test_the_names_of_the_classes_stay_with_the_model(vit, data, tmp_path):
         run(tuned, named(data, tmp_path / 'two.npz', names[:2]), tmp_path / 'other')
 
 
+def test_recipes_that_learn_from_no_labels_take_images_without(vit, data, tmp_path):
+    teacher, images = vit(), torch.randn(40, 3, 16, 16)
+    for given, why in ((images, 'there are none'), ((images, torch.arange(40)), 'Labels must be whole numbers from 0 to 4')):
+        with pytest.warns(UserWarning, match=f'Labels are not used, because {why}'):
+            history = run(recipe('fit.epochs=1'), given, tmp_path / why[:5], teacher)
+        assert history[0]['val_error'] > 0
+    with pytest.raises(ValueError, match='labels'):
+        run(recipe('loss.task_weight=1.0'), images, tmp_path / 'c', teacher)
+
+
 def test_accumulation_is_a_larger_batch(vit, data, tmp_path):
     teacher = vit()
     plain = ['data.padding=0', 'data.flip=0', 'loss.trajectory_weight=0', 'fit.opt=sgd']

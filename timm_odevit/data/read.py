@@ -37,7 +37,6 @@ class Data:
     held_out: float = 0.  # share of the images to train on that was held out of them for `val`
 
     def plain(self, part: str = 'train') -> Any:
-        """A loader in order, not augmented."""
         return self.unaugmented if part == 'train' else getattr(self, part)
 
     def count(self, part: str = 'train') -> int:
@@ -91,7 +90,7 @@ def read_data(
     if labels is None and not any_classes:
         again = partial(read_data, source, model, config, held_out=share, limit=limit, seed=seed, judging=judging)
         if kind == 'loader':
-            return replace(again(labels=False), why='what the labels of a loader mean is not known')
+            return again(labels=False)
         try:
             return again()
         except ValueError as e:

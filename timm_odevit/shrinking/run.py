@@ -166,7 +166,7 @@ def _trained(
     """The student in the best of its states, after one training for each entry of `minutes`, in folders 1, 2, ..."""
     images, labels, _, kind = material.choosing
     chosen = Mapped(list(zip(images.split(BATCH), labels.split(BATCH), strict=True)))
-    data = replace(material.data, val=chosen, labelled=kind != 'cosine')
+    data = replace(material.data, val=chosen, labelled=kind != 'cosine', why='')
     recipe = Recipe.load('shrink', ['loss.embedding=true'] if kind == 'cosine' else [])
     recipe = adapted(recipe, student, material.model)
     for i, of in enumerate(minutes, 1):
@@ -179,8 +179,7 @@ def _trained(
         train(recipe, data, folder / str(i), teacher=material.model, student=student, minutes=of, resume=True,
               progress=progress, on_epoch=lambda _: _save_best(folder))
         _save_best(folder)  # the start, if there was nothing to learn
-    best = timm.create_model(f'local-dir:{folder / BEST}', pretrained=True)
-    return best.to(next(student.parameters())).eval()
+    return timm.create_model(f'local-dir:{folder / BEST}', pretrained=True).to(next(student.parameters())).eval()
 
 
 def _save_best(folder: Path) -> None:

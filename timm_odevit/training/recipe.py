@@ -59,7 +59,6 @@ def _stages(name: str, value: Any) -> tuple['Stage', ...]:
 
 @contextmanager
 def prefixed(where: str) -> Iterator[None]:
-    """Say where in a recipe the mistake is."""
     try:
         yield
     except Exception as e:
@@ -146,6 +145,11 @@ class Recipe(Settings):
     def embeds(self) -> bool:
         """Whether the outputs are embeddings in all stages, so that labels mean nothing."""
         return all(stage.task == 'trajectory' and self.loss_of(stage).embedding for stage in self.stages)
+
+    @property
+    def learns_labels(self) -> bool:
+        """Whether a stage learns from the labels; if none does, they only judge, and may be missing."""
+        return any(stage.task == 'labels' or self.loss_of(stage).task_weight > 0 for stage in self.stages)
 
     def trained_at(self, own: int) -> tuple[int, ...]:
         """The numbers of steps that the last stage trains, for a student that had `own` steps before training."""

@@ -1,5 +1,6 @@
 """train: run a recipe in a folder; calibrate_: that of its name in memory, on images without labels."""
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -43,7 +44,8 @@ def train(
     the same numbers of steps as the last, of which it is saved with the one nearest to the student's own.
 
     Args:
-        data: Images and labels: a folder, an .npz, tensors or a loader, as `read_data` takes them.
+        data: Images and labels: a folder, an .npz, tensors or a loader, as `read_data` takes them. Labels that no stage
+            learns from may be missing, or those of other classes.
         teacher: timm model; None to train without one.
         student: Model to train as it is; None to make it from the teacher or the recipe's `model`.
         minutes: Train for about so long; each stage gets a part, by its minutes, or its epochs times steps.
@@ -81,8 +83,11 @@ def train(
             torch.manual_seed(recipe.seed)  # so that a new head is the same each time
             with prefixed(f"Cannot build '{recipe.model}' with {args}: "):
                 host = timm.create_model(str(recipe.model), **args).to(device)
-        images = read_data(data, host, recipe.batches, labels=not recipe.embeds, limit=limit, seed=recipe.seed)
+        labels = not recipe.embeds and (recipe.learns_labels or None)
+        images = read_data(data, host, recipe.batches, labels=labels, limit=limit, seed=recipe.seed)
         names = list(images.classes) if images.classes else None
+        if images.why and rank == 0:
+            warnings.warn(f'Labels are not used, because {images.why}', stacklevel=2)
         if teacher is not None and rank == 0:
             for model in (host, teacher):
                 warn_of_other_classes(model, names, images.words['train'])
@@ -198,8 +203,7 @@ def calibrate_(
     with lent(teacher), random_states_kept(device):
         random_seed(recipe.seed)
         batches = Mapped(data.train, unlabelled)
-        few = list(islice(batches, JUDGED))
-        run = Run(recipe, student, teacher, replace(data, train=batches, val=few))
+        run = Run(recipe, student, teacher, replace(data, train=batches, val=list(islice(batches, JUDGED))))
         history, state = run.train(minutes, progress)
     model.load_state_dict(state)
     return history
