@@ -87,8 +87,7 @@ def test_the_command(tiny, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_pretrained(tiny, 't')
     save_pretrained(converted(tiny, halting='entropy', halting_threshold=0.9), 'm')
-    rng = np.random.default_rng(0)
-    np.savez('d.npz', x_train=rng.integers(0, 256, (10, 64, 64, 3), dtype=np.uint8))
+    np.savez('d.npz', x_train=np.random.default_rng(0).integers(0, 256, (10, 64, 64, 3), dtype=np.uint8))
     args = ['benchmark', 'local-dir:t', 'local-dir:m', '--batch-size', '2', '--rounds', '1', '--quiet', '--device', 'cpu']
     assert main(args) == 2 and '--data' in capsys.readouterr().err
     assert main([*args, '--json', '.']) == 2 and 'is no file' in capsys.readouterr().err

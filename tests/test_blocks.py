@@ -228,6 +228,10 @@ def test_no_state_is_left_on_the_modules(vit, images):
     model.train()(images).sum().backward()
     for module in model.modules():
         assert not any(isinstance(value, torch.Tensor) for value in vars(module).values())
+    calls = []
+    model.blocks[-1].register_full_backward_hook(lambda *args: calls.append(1))
+    model(images).sum().backward()
+    assert calls == [1]
 
 
 def test_memory_of_inference_does_not_grow_with_steps(vit):

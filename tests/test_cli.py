@@ -58,8 +58,7 @@ def test_convert_distill_evaluate(folder, capsys):
     assert run('distill', '--resume', 'run', '--set', 'stages.1.fit.epochs=3') == 0
     assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 4
     capsys.readouterr()
-    assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1-2,6',
-               '--json', 'found.json') == 0
+    assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1-2,6', '--json', 'found.json') == 0
     out = capsys.readouterr().out
     assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 2, 6]
     assert out.count('student') == 3 and out.startswith('images: 30 images; trained with K = 2, 3, 6, in bold')
@@ -67,10 +66,8 @@ def test_convert_distill_evaluate(folder, capsys):
 
 def test_convert_to_a_size_and_calibrate(folder, capsys):
     assert run('convert', 'local-dir:teacher', 'new', '--size', '70%') == 0
-    out = capsys.readouterr().out
-    assert 'blocks 0-2 -> 2 shared blocks' in out
-    assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '3',
-               '--batch-size', '8') == 0
+    assert 'blocks 0-2 -> 2 shared blocks' in capsys.readouterr().out
+    assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '3', '--batch-size', '8') == 0
     assert 'saved run' in capsys.readouterr().out
     again = timm.create_model('local-dir:run', pretrained=True)
     assert again.blocks.config == timm.create_model('local-dir:new').blocks.config
@@ -226,8 +223,7 @@ def test_help_names_every_option_with_a_word_on_it(capsys):
         with pytest.raises(SystemExit) as e:
             main([command, '--help'])
         assert e.value.code == 0
-        out = capsys.readouterr().out
-        assert not re.search(r'^  --\w[\w-]*( [A-Z_]+)?\n  -', out, re.M), f'{command} has an option without help'
+        assert not re.search(r'^  --\w[\w-]*( [A-Z_]+)?\n  -', capsys.readouterr().out, re.M), f'{command} has an option without help'
 
 
 @pytest.mark.parametrize('defect', [lambda: 1 + '', lambda: int('x'), lambda: (lambda: None)(1), lambda: torch.nn.Module().add_module('a', 1)])

@@ -151,8 +151,7 @@ def test_blocks_of_another_class_or_without_a_common_parameter_are_refused(vit):
 def test_blocks_of_two_kinds_get_a_shared_block_each(vit, images):
     model = vit()
     model.blocks[2] = timm.create_model('vit_tiny_patch16_224', embed_dim=32, num_heads=2, depth=1, qkv_bias=False).blocks[0]
-    done = convert_(model)
-    assert 'blocks 0-2 -> 2 shared blocks' in str(done) and model.blocks.shared.which == (0, 0, 1)
+    assert 'blocks 0-2 -> 2 shared blocks' in str(convert_(model)) and model.blocks.shared.which == (0, 0, 1)
     assert model(images).shape == (2, 5)
 
 

@@ -293,8 +293,7 @@ def test_some_of_those_held_out_are_to_judge(vit, images):
     assert files(data.test) <= files(read(root, model, held_out=0.1).val)
     assert files(data.test) | files(data.val) == files(read(root, model, held_out=0.4).val)
     images('parts/train')
-    val = images('parts/val', count=20)
-    parts = read(val.parent, model, judging=0.1)
+    parts = read(images('parts/val', count=20).parent, model, judging=0.1)
     assert parts.held_out == 0 and parts.count('val') + parts.count('test') == 100 and 30 < parts.count('test') < 70
     alone = read((torch.rand(1, 3, 16, 16), torch.zeros(1).long()), model, judging=0.1)
     assert alone.count() == alone.count('val') == alone.count('test') == 1

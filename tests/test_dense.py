@@ -33,6 +33,7 @@ def test_kept_blocks_count_and_a_saved_model_gives_them(tmp_path, images):
 
 def test_a_student_has_as_many_maps_as_its_base(tmp_path):
     build = partial(timm.create_model, 'swin_tiny_patch4_window7_224', img_size=32, patch_size=2, embed_dim=8, depths=(2, 2, 2, 2), num_heads=(2, 2, 2, 2), window_size=2)
-    base, maps = build(features_only=True), reloaded(convert_(build()).model, tmp_path / 'model', features_only=True)
-    assert maps.feature_info.reduction() == base.feature_info.reduction()
-    assert maps.feature_info.channels() == base.feature_info.channels()
+    base, again = build(features_only=True), reloaded(convert_(build()).model, tmp_path / 'model', features_only=True)
+    for maps in (again, timm.create_model('odevit_converted', base=build.args[0], **build.keywords, features_only=True)):
+        assert maps.feature_info.reduction() == base.feature_info.reduction()
+        assert maps.feature_info.channels() == base.feature_info.channels()

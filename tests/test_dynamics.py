@@ -93,8 +93,7 @@ def test_the_exponents_of_the_lorenz_system():
 
 
 def test_a_flow_that_diverges_or_stands_still_has_no_exponents_but_a_reason():
-    blown = Flow(torch.tensor([[1.], [0.]]), (lambda x: x * 1e30,) * 3, (0., 1., 2., 3.))
-    found = lyapunov_exponents(blown, sweeps=0)
+    found = lyapunov_exponents(Flow(torch.tensor([[1.], [0.]]), (lambda x: x * 1e30,) * 3, (0., 1., 2., 3.)), sweeps=0)
     assert found.values.isnan()[0] and 'not finite at t = 2' in found.reasons[0]
     still = lyapunov_exponents(Flow(torch.ones(2, 3), (lambda x: 0 * x,), (0., 1.)))
     assert still.values.isnan().all() and still.reasons == ('the state or its tangent vectors vanish or are not finite at t = 1',) * 2
@@ -212,8 +211,7 @@ def test_the_observed_order(vit, images, method, order):
 
 
 def test_a_field_with_jumps(vit, images):
-    model = convert_(vit().eval(), phases=3).model
-    few, many = discretisation_errors(model, images, methods=['euler'], steps=[3, 24])
+    few, many = discretisation_errors(convert_(vit().eval(), phases=3).model, images, methods=['euler'], steps=[3, 24])
     assert (many.error < few.error / 3).all() and repr(few).startswith('DiscretisationError(method euler, steps 3, 3 images; on average error ')
 
 
@@ -334,8 +332,7 @@ def test_the_geometry_of_a_circle_and_of_a_straight_line():
     assert torch.allclose(found.speed, torch.full((1, 5), chord, dtype=torch.float64))
     assert torch.allclose(found.angle, torch.full((1, 4), math.degrees(angle), dtype=torch.float64))
     assert torch.allclose(found.norm, torch.full((1, 6), radius, dtype=torch.float64))
-    straight = torch.tensor([[[1., 0.]], [[2., 1.]], [[4., 3.]]])
-    found = trajectory_geometry(line_of(straight))
+    found = trajectory_geometry(line_of(torch.tensor([[[1., 0.]], [[2., 1.]], [[4., 3.]]])))
     still = trajectory_geometry(line_of(torch.tensor([[[1., 0.]], [[2., 0.]], [[2., 0.]], [[3., 0.]]])))
     assert still.angle.isnan().all()  # a step without length has no direction
     assert found.angle.abs().max() < 1e-3 and found.speed.tolist() == [pytest.approx([2 ** .5, 8 ** .5])]

@@ -82,8 +82,7 @@ def test_attention():
 
 
 def test_torchvision_features(x):
-    assert {name: tuple(f.shape) for name, f in example('torchvision_features')().items()} == {
-        'half': (1, 65, 192), 'end': (1, 65, 192)}
+    assert {name: tuple(f.shape) for name, f in example('torchvision_features')().items()} == {'half': (1, 65, 192), 'end': (1, 65, 192)}
     assert set(example('torchvision_features')(AUTONOMOUS)) == {'half', 'end'}
 
 
@@ -174,5 +173,4 @@ def test_a_script_runs_with_the_models_registered(launcher, tmp_path):
 
 
 def test_every_example_has_a_test():
-    text = Path(__file__).read_text()
-    assert all(f"'{path.stem}" in text for path in EXAMPLES.glob('*.py'))
+    assert all(f"'{path.stem}" in Path(__file__).read_text() for path in EXAMPLES.glob('*.py'))

@@ -108,8 +108,7 @@ def test_logits_that_are_nan_are_named_and_never_right(vit, data, tmp_path):
     model = vit()
     images, labels = data[0], model(data[0]).argmax(1)
     labels[:9] = 2
-    clean = evaluate(model, [(images[9:], labels[9:])]).results[0]
-    assert clean.top1 == 100
+    assert evaluate(model, [(images[9:], labels[9:])]).results[0].top1 == 100
     spoiled, bad = copy.deepcopy(model), images[:9].flatten(1)
     spoiled.register_forward_hook(lambda _, args, out: out.index_put_(((args[0].flatten(1)[:, None] == bad).all(2).any(1), torch.tensor(2)), torch.tensor(math.nan)))
     with pytest.warns(RuntimeWarning, match='model: the logits of 9 of 23 images are NaN. They count as wrong'):
@@ -143,8 +142,7 @@ def test_batches_of_no_images_are_left_out(vit, data, made, place):
 
 
 def test_table_and_json(vit, data, tmp_path):
-    model = convert_(vit()).model
-    found = evaluate(model, batches(data, 8), steps=(1, 3), teacher=vit())
+    found = evaluate(convert_(vit()).model, batches(data, 8), steps=(1, 3), teacher=vit())
     lines = found.table().splitlines()
     assert len(lines) == 5 and len({len(line) for line in lines}) == 1 and 'images/s' not in lines[0]  # one pass tells no speed
     records = json.loads(found.to_json(tmp_path / 'r.json'))

@@ -163,6 +163,8 @@ def test_one_file_has_any_number_of_steps(vit, five, tmp_path, ode, counts):
         with torch.no_grad():
             torch.testing.assert_close(run(steps=np.array(steps)), with_steps(model, steps)(five), atol=1e-4, rtol=0)
     torch.testing.assert_close(run(), run(steps=np.array(own)), atol=0, rtol=0)  # it may be left out
+    with pytest.raises(ValueError, match=f'takes at least {counts[0]} steps; got {counts[0] - 1}'):
+        export.load_exported(path, counts[0] - 1)
     torch.testing.assert_close(run(steps=np.array(-3)), run(steps=np.array(counts[0])), atol=0, rtol=0)  # too few are as many as there must be
 
 

@@ -115,8 +115,7 @@ def test_a_part_reloads_bit_for_bit(name, tmp_path):
 @families
 def test_calibrates(name):
     teacher, x = build(name), images_for(name).repeat(2, 1, 1, 1)
-    student = convert_(copy.deepcopy(teacher), config_for(name)).model
-    history = calibrate_(student, teacher, x, epochs=2, batch_size=2, progress=False)
+    history = calibrate_(convert_(copy.deepcopy(teacher), config_for(name)).model, teacher, x, epochs=2, batch_size=2, progress=False)
     assert len(history) == 2 and all(0 < record['loss'] < 10 for record in history)
 
 
@@ -139,8 +138,7 @@ def test_reloads_bit_for_bit_with_intermediates_and_features(name, tmp_path):
 def test_compiles_and_exports(name):
     model, x = convert_(build(name), config_for(name, phases=2, steps=2)).model, images_for(name)  # one step of each shared block
     expected = model(x)
-    compiled = torch.compile(model, fullgraph=True, backend='eager')  # whether it is one graph; export looks inside it
-    torch.testing.assert_close(compiled(x), expected)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='eager')(x), expected)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.export.export(model, (x,)).module()(x), expected)
 

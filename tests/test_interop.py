@@ -168,8 +168,7 @@ def test_towers_alone_and_with_a_projection(images):
     assert program.visual_projection is projection
     torch.testing.assert_close(embedding_of(program, images), expected, **CLOSE)
     siglip = hf_siglip()
-    torch.testing.assert_close(
-        from_transformers(siglip.vision_model)(images), embedding_of(siglip, images), **CLOSE)
+    torch.testing.assert_close(from_transformers(siglip.vision_model)(images), embedding_of(siglip, images), **CLOSE)
     visual = clip().visual
     torch.testing.assert_close(from_open_clip(visual)(images), visual(images), **CLOSE)
 

@@ -124,9 +124,11 @@ def test_what_would_not_load_again_is_not_saved(vit, tmp_path, name, value):
     assert (tmp_path / 'a' / 'config.json').read_bytes() == before
 
 
-def test_a_licence_is_that_of_the_weights():
+def test_the_licence_is_that_of_the_weights_and_the_size_that_of_the_model(tmp_path):
     dino = timm.create_model('odevit_converted', base='vit_small_patch16_dinov3.lvd1689m', base_args=TINY)
     assert dino.pretrained_cfg['license'] == 'dinov3-license'
+    save_pretrained(dino, tmp_path)
+    assert json.loads((tmp_path / 'config.json').read_text())['pretrained_cfg']['input_size'] == [3, 16, 16]  # that of the model
 
 
 def test_a_new_head_is_saved_whatever_the_keywords_of_the_base_were(images, tmp_path):

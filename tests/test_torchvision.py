@@ -108,8 +108,7 @@ def test_mode_dtype_and_requires_grad_carry_over(build, dtype, training):
     model = from_torchvision(vit)
     assert all(m.training is training for m in model.modules())
     assert {p.dtype for p in model.parameters()} == {dtype}
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
-        'blocks.1.attn.qkv.bias', 'head.weight', 'head.bias']
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ['blocks.1.attn.qkv.bias', 'head.weight', 'head.bias']
 
 
 def test_rates_of_dropout_carry_over(build):

@@ -304,8 +304,7 @@ def test_several_numbers_of_steps_in_one_update(vit, batch):
         torch.testing.assert_close(found[part], (each[0][part] + each[1][part]) / 2)
     torch.testing.assert_close(found['output'], each[0]['output'])
     torch.testing.assert_close(found['consistency_loss'], logit_loss(each[1]['output'], each[0]['output']))
-    torch.testing.assert_close(
-        found['loss'], (each[0]['loss'] + each[1]['loss']) / 2 + 0.1 * found['consistency_loss'])
+    torch.testing.assert_close(found['loss'], (each[0]['loss'] + each[1]['loss']) / 2 + 0.1 * found['consistency_loss'])
     gradient = torch.autograd.grad(found['consistency_loss'], found['output'], allow_unused=True)
     assert gradient == (None,)
     assert 'consistency_loss' not in both.eval()(*batch)

@@ -13,9 +13,8 @@ from .files import locked
 
 
 def rank_and_world() -> tuple[int, int]:
-    """The rank of this process and the number of processes; (0, 1) if there is only one."""
-    running = dist.is_available() and dist.is_initialized()
-    return (dist.get_rank(), dist.get_world_size()) if running else (0, 1)
+    """(0, 1) if there is only one process."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
 
 
 def over_processes(x: Tensor) -> Tensor:

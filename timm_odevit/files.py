@@ -87,7 +87,6 @@ def cell(value: float | None, digits: int = 2) -> str:
 
 
 def markdown_table(rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table of the head and the rows below it; also legible as it is."""
     widths = [max(3, *map(len, column)) for column in zip(*rows, strict=True)]
     lines = [rows[0], ['-' * width for width in widths], *rows[1:]]
     return '\n'.join(

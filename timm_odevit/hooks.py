@@ -86,12 +86,10 @@ def random_states_kept(device: str | torch.device) -> Iterator[None]:
 
 
 def described(value: Any) -> str:
-    """The dtype and shape of a tensor, or else the type of a value."""
     return f'{value.dtype} {list(value.shape)}' if isinstance(value, Tensor) else type(value).__name__
 
 
 def check_images(images: Any) -> None:
-    """ValueError for anything but finite images [B, C, H, W]."""
     if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
         raise ValueError('images must be a floating-point tensor [N, C, H, W], normalised for the model; got '
                          f'{described(images)}.')
@@ -108,22 +106,16 @@ def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRe
     """Yield a list that a run of the model in this thread fills with a BlockRecord for each sequence of blocks."""
     thread = get_ident()  # hooks also fire when other threads run the model
 
-    def before(record: BlockRecord, _: nn.Module, args: Any, kwargs: Any) -> None:
+    def note(record: BlockRecord, _: nn.Module, args: Any, kwargs: Any, out: Tensor) -> None:
         states, passed = record
         if get_ident() == thread:
+            states += [out] if states else [args[0], out]
             passed.append((args[1:], kwargs))
-            if not states:
-                states.append(args[0])
-
-    def after(record: BlockRecord, _: nn.Module, args: Any, out: Tensor) -> None:
-        if get_ident() == thread:
-            record[0].append(out)
     records: list[BlockRecord] = [([], []) for _ in stages]
     with ExitStack() as hooks:
         for blocks, record in zip(stages, records, strict=True):
             for block in blocks:
-                hooks.enter_context(block.register_forward_pre_hook(partial(before, record), with_kwargs=True))
-                hooks.enter_context(block.register_forward_hook(partial(after, record)))
+                hooks.enter_context(block.register_forward_hook(partial(note, record), with_kwargs=True))
         yield records
 
 

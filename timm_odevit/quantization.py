@@ -25,13 +25,11 @@ class Coded(NamedTuple):
     zero: Tensor  # uint8 [groups, 1]
 
     def values(self, shape: Any) -> Tensor:
-        """The tensor, in float32."""
         of_groups = self.scale.float() * (self.codes.float() - self.zero.float())
         return of_groups.flatten()[:torch.Size(shape).numel()].view(shape)
 
 
 def is_rounded(tensor: Tensor) -> bool:
-    """Whether a tensor of a model is rounded; the others keep 16 bits."""
     return tensor.is_floating_point() and SMALL <= tensor.numel() > tensor.shape[-1] and tensor.shape[-1] % 2 == 0
 
 
@@ -117,19 +115,18 @@ def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
         x = x.flatten(0, -2)
         moments[layer.weight] = moments.get(layer.weight, 0.) + x.T @ x
 
-    kind = next(model.parameters()).device.type
+    like = next(model.parameters())
     with (_EAGER, torch.compiler.set_stance('force_eager'), torch.no_grad(), evaluating(model),
-          torch.autocast(kind, enabled=False), ExitStack() as hooks):
+          torch.autocast(like.device.type, enabled=False), ExitStack() as hooks):
         for layer in model.modules():
             patches = isinstance(layer, nn.Conv2d) and layer.kernel_size == layer.stride and layer.groups == 1
             if (isinstance(layer, nn.Linear) or patches) and 'weight' in layer._parameters:  # not computed
                 hooks.enter_context(layer.register_forward_pre_hook(collect))
-        for batch in images.to(next(model.parameters())).split(32):
+        for batch in images.to(like).split(32):
             model(batch)
         if not all(of.isfinite().all() for of in moments.values()):
             raise ValueError('The images give values that are not finite.')
-        found = [(p, _compensated(p, of, bits)) for p, of in moments.items() if is_rounded(p)]
-        for p, values in found:
+        for p, values in [(p, _compensated(p, of, bits)) for p, of in moments.items() if is_rounded(p)]:
             p.copy_(values)
 
 

@@ -66,7 +66,7 @@ def _cfg(name: str, classes: int | None = None) -> dict[str, Any]:
         cfg['hf_hub_id'] = f'timm-odevit/{name}'  # where the weights are if they are not here
         here = Path(__file__).parent
         for folder in (here.parent / 'hub' / name, here / 'published' / name):  # in a checkout, in an installed package
-            if (folder / WEIGHTS).is_file():
+            if (folder / WEIGHTS).is_file() and (folder / CONFIG).is_file():
                 names = json.loads((folder / CONFIG).read_text()).get('label_names')
                 cfg |= {'file': str(folder / WEIGHTS), 'label_names': names}
     return cfg
@@ -121,9 +121,9 @@ def _create(variant: str, base: str, pretrained: bool, /, **kwargs: Any) -> nn.M
     if _MODELS.get(variant, (base, {}, {}))[2] is not None:
         config = OdeConfig.from_args({k: kwargs.pop(k) for k in list(kwargs) if k.startswith(PREFIX)}, variant)
         build = partial(_build, variant, base, config)
-        if isinstance(config.steps, tuple):
-            levels = len(config.steps)
-        elif config.steps:
+        if base.startswith('swin'):
+            levels = len(kwargs.get('depths', range(4)))
+        elif isinstance(config.steps, int):
             levels = min(levels, config.steps + (config.blocks or (0,))[0])
     return build_model_with_cfg(
         build, variant, pretrained, feature_cfg=dict(out_indices=levels, feature_cls='getter'),
@@ -154,6 +154,9 @@ def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any
     """Weights as they were before 4 bits, through the base's filter, which resizes position embeddings."""
     state = unpacked(state)
     base = _MODELS.get(base.partition('.')[0], (base,))[0]
+    if any('.shared.' in name for name in state.keys() - model.state_dict().keys()):
+        raise ValueError('At this image size, it shares blocks of other kinds. Load it at its own, then call '
+                         'set_input_size.')
     base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
     return base_filter(state, model) if base_filter else state
 

@@ -44,8 +44,7 @@ class Settings:
     @classmethod
     def about(cls) -> dict[str, str]:
         """A one-line description of each setting, from the docstring (empty under `python -OO`)."""
-        text = inspect.getdoc(cls) or ''
-        entries = dict(re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', text, re.M))
+        entries = dict(re.findall(r'^ {4}(\w+): (.*(?:\n {8}.*)*)', inspect.getdoc(cls) or '', re.M))
         return {name: ' '.join(entries.get(name, '').split()) for name in cls.names()}
 
     @classmethod

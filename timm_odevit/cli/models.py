@@ -7,6 +7,7 @@ from timm.models import clean_state_dict, load_state_dict
 
 from timm_odevit import from_open_clip, from_transformers, save_pretrained, with_steps
 
+from ..data.preprocessing import data_config
 from ..files import OWN
 from ..hooks import on_meta
 from ..settings import one_line, suggest
@@ -15,7 +16,6 @@ TOWERS = ('open_clip:', 'transformers:')
 
 
 def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) -> Any:
-    """Build a model by name, if any, with --checkpoint and --img-size, if any."""
     if name is None:
         return None
     model: Any
@@ -36,6 +36,8 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
             model = timm.create_model(name, pretrained=pretrained, **kwargs)
             if checkpoint and model.num_classes != asked:
                 model.reset_classifier(asked)
+            if size is not None:  # some models take any, and do not note it
+                model.pretrained_cfg['input_size'] = (data_config(model)['input_size'][0], size, size)
     except Exception as e:  # a foreign file can raise anything
         hint = ''
         if Path(name).is_dir():
@@ -52,7 +54,6 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
 
 
 def _tower(name: str, num_classes: int | None = None) -> Any:
-    """In float32."""
     source, _, name = name.partition(':')
     if source == 'transformers':
         from transformers import AutoModel

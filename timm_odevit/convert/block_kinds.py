@@ -37,7 +37,7 @@ class GammaField(NativeField):
         return self.block.drop_path1(y if gamma is None else gamma * y)
 
     def mlp(self, t, x, context):
-        y, gamma = self.block.mlp(self.block.norm2(x)), self.block.gamma_2
+        y, gamma = self.block.mlp(self.block.norm2(x)), getattr(self.block, 'gamma_2', None)
         return self.block.drop_path2(y if gamma is None else gamma * y)
 
 
@@ -63,14 +63,11 @@ class SamField(NativeField):
         return window_unpartition(y, size, x.shape[1:3], padded) if size > 0 else y
 
 
-class ShiftedWindowField(NativeField):
+class ShiftedWindowField(GammaField):
     """Swin's block, on a map of tokens [B, H, W, D]."""
 
     def attention(self, t, x, context):
         return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
-
-    def mlp(self, t, x, context):
-        return self.block.drop_path2(self.block.mlp(self.block.norm2(x)))
 
 
 class ShiftedPostNormField(PostNormField):
@@ -125,7 +122,6 @@ class Site(NamedTuple):
         return list(self.host.blocks)
 
     def converted(self, config: OdeConfig) -> dict[int, Any]:
-        """By layer."""
         first, last = config.blocks or (0, len(self.blocks) - 1)
         return {i: block for i, block in enumerate(self.blocks) if first <= i <= last}
 

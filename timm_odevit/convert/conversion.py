@@ -78,8 +78,9 @@ class Conversion(Replacements):
         rows += [(model, 'feature_info', ode.feature_info) for ode in blocks if ode.feature]
         if getattr(host := sites[0].host, 'rope_mixed', False):
             rows.append((host.rope, 'get_embed', partial(_rope_of_steps, host)))
-        for method, new in (('group_matcher', _group_matcher), ('set_input_size', _set_input_size)):
+        for method in ('group_matcher', 'set_input_size', 'init_weights'):
             if hasattr(model, method):
+                new = _group_matcher if method == 'group_matcher' else partial(_on_blocks, method)
                 rows.append((model, method, partial(new, model)))
         super().__init__(model, rows)
         if not keep_original:
@@ -176,14 +177,14 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
     return tables[[min(layer, len(tables) - 1) for layer in layers]]
 
 
-def _set_input_size(model: Any, *args: Any, **kwargs: Any) -> None:
-    """On the blocks of all phases, also of those in which no step starts."""
+def _on_blocks(method: str, model: Any, *args: Any, **kwargs: Any) -> None:
+    """The base's, on the blocks of all phases, also of those in which no step starts."""
     hosts = [(host, ode) for host in model.modules() if isinstance(ode := host._modules.get('blocks'), OdeBlocks)]
     try:
         for host, ode in hosts:
             shared = [getattr(phase, 'block', phase) for phase in ode.shared.phases]
             host._modules['blocks'] = nn.ModuleList([*ode.before, *shared, *ode.after])
-        type(model).set_input_size(model, *args, **kwargs)
+        getattr(type(model), method)(model, *args, **kwargs)
     finally:
         for host, ode in hosts:
             host._modules['blocks'] = ode

@@ -78,5 +78,4 @@ def _build(config: OdeConfig, originals: list[Any]) -> Field:
 
 
 def _precise(tensor: Tensor) -> Tensor:
-    """In float32, or in its own dtype if that is wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -57,7 +57,6 @@ class DataConfig(Settings):
 
     @property
     def mixes(self) -> bool:
-        """Whether images or labels are mixed or smoothed."""
         return any((self.mixup, self.cutmix, self.smoothing))
 
     def batch_of(self, images: int) -> int:
@@ -71,7 +70,6 @@ def shuffled(count: int, seed: int) -> Tensor:
 
 
 def set_epoch(loader: Any, epoch: int) -> None:
-    """Tell a loader and its sampler, if they ask for it."""
     each: Any
     for each in (loader, getattr(loader, 'sampler', None)):
         if hasattr(each, 'set_epoch'):

@@ -94,9 +94,8 @@ def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | No
 def model_name(model: Any) -> str:
     cfg = getattr(model, 'pretrained_cfg', None) or {}
     name = cfg.get('architecture') or type(model).__name__
-    if name == 'odevit_converted':  # the tag is that of the base
-        return name
-    return f"{name}.{cfg['tag']}" if cfg.get('tag') else name
+    tag = '' if name == 'odevit_converted' else cfg.get('tag')  # else it is that of the base
+    return f'{name}.{tag}' if tag else name
 
 
 def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
@@ -140,7 +139,6 @@ def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any
 
 
 def warn_of_other_classes(model: Any, names: Sequence[str] | None, data: Any) -> None:
-    """Warn if the classes of some data, which are as many as a model's, have other names."""
     own = class_names(model)
     if names and own and own != list(names):
         warnings.warn(f"The classes of '{data}' are not those of the model, so labels are compared by number.",

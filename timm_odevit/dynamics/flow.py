@@ -34,7 +34,6 @@ class Flow:
     class_token: bool = False  # whether the first of them is a class token
 
     def states(self) -> list[Tensor]:
-        """The state before the first map, and after each."""
         return list(accumulate(self.maps, lambda x, step: step(x), initial=self.start))
 
     def logits(self, state: Tensor) -> Tensor:

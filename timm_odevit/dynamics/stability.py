@@ -201,7 +201,8 @@ def log_softmax_bound(attention: Tensor) -> Tensor:
 
 @torch.no_grad()
 def spectral_norms(model: nn.Module) -> dict[str, float]:
-    """The largest singular value of every weight matrix in the blocks of a model, by the name of the weight.
+    """The largest singular value of every weight matrix in the blocks of a model, by the name of the weight, behind the
+    number of its block, of several.
 
     A joint projection counts as three matrices, such as 'attn.qkv.weight (queries)'.
 

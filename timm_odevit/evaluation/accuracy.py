@@ -118,7 +118,7 @@ def calibrate_halting(
         >>> found.apply_(student)
     """
     max_drop = number(0., 1.)('max_drop', max_drop)
-    blocks = the_ode(model)
+    model, blocks = unwrap_model(model), the_ode(model)  # dynamo would not see the hook
     blocks.twin().config = replace(blocks.config, halting='entropy')  # refuses what cannot halt
     rows = []  # by image, the scores after each step [B, K], and whether the answer is right [B, K]
     with evaluating(model), torch.inference_mode():
@@ -131,8 +131,7 @@ def calibrate_halting(
             x, (args, kwargs) = states[0], handed[0]
             for block in blocks.before:
                 x = block(x, *args, **kwargs)
-            path = blocks.trajectory(x, *args, **kwargs)
-            logits = torch.stack([blocks.readout(state) for state in path[1:]], dim=1)
+            logits = torch.stack([*map(blocks.readout, blocks.trajectory(x, *args, **kwargs)[1:])], dim=1)
             answers = logits.argmax(dim=-1)
             truth = answers[:, -1] if labels is None else check_labels(labels.to(answers.device), logits.shape[-1])
             rows.append((entropy(logits).cpu(), (answers == truth[:, None]).cpu()))

@@ -132,8 +132,7 @@ def nearest(embeddings: Tensor) -> Tensor:
     """The index [N] of the other image whose embedding has the largest cosine with each image's [N, E]."""
     unit, indices = F.normalize(embeddings, dim=-1), []
     for rows in torch.arange(len(unit), device=unit.device).split(1024):
-        cosines = unit[rows] @ unit.T
-        indices.append(cosines.scatter_(1, rows[:, None], -torch.inf).argmax(dim=-1))
+        indices.append((unit[rows] @ unit.T).scatter_(1, rows[:, None], -torch.inf).argmax(dim=-1))
     return torch.cat(indices)
 
 

@@ -47,7 +47,7 @@ def export_model(
         bits: 4 stores matrices in 4 bits, as `save_pretrained` does, whatever is computed in (only .onnx, of a float32
             model).
         any_steps: Make the number of steps a second input, `steps`, int64 [], which may be left out for the model's
-            own; at least one for each shared block (only .onnx).
+            own; fewer than shared blocks count as one for each (only .onnx).
 
     Raises ImportError if a package is missing, ValueError if the file exists or the model cannot be exported.
 
@@ -86,6 +86,8 @@ def export_model(
         copied.cpu()
     images = torch.zeros(2, *data_config(model)['input_size']).to(next(copied.parameters()))
     about = {**metadata(model), 'int8': int8, 'bits': bits, 'timm_odevit': __version__}
+    if any_steps:
+        about['fewest_steps'] = odes[0].fewest_steps
     about = {key: json.dumps(value) for key, value in about.items() if value not in (None, [])}
     forms = dict(int8=int8, bits=bits, any_steps=any_steps) if format == 'onnx' else {}
     with staged(path.parent, path.name) as aside:
@@ -136,4 +138,6 @@ def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[
                          'onnxruntime) or pt2.') from e
     if steps is not None and not own:
         raise ValueError(f"'{path}' has fixed steps. Leave out --steps, or export it with --any-steps.")
+    if steps is not None and steps < (fewest := about.get('fewest_steps', 1)):
+        raise ValueError(f"'{path}' takes at least {fewest} steps; got {steps}.")
     return run, about

@@ -49,10 +49,9 @@ def write_html(model: Any, _: Tensor, path: Path, about: dict[str, str]) -> None
         'eps': next((m.eps for m in model.modules() if isinstance(m, nn.LayerNorm)), 0.), 'method': ode.method,
         'T': ode.config.T, 'borders': [t for t in ode.shared.borders if t < ode.config.T - 1e-6],
         'times': getattr(ode.shared, 'times', [0]), 'which': getattr(ode.shared, 'which', [0])}
-    weights = b''.join(tensor.numpy().tobytes() for tensor in packed(state).values())
     text = Template(Path(__file__).with_name('page.html').read_text(encoding='utf-8')).substitute(
         title=escape(page['model']), model=json.dumps(page).replace('<', '\\u003c'),  # a name may be a stranger's
-        weights=base64.b64encode(weights).decode())
+        weights=base64.b64encode(b''.join(tensor.numpy().tobytes() for tensor in packed(state).values())).decode())
     path.write_text(text, encoding='utf-8')
 
 

@@ -116,8 +116,7 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
         model.opset_import.append(helper.make_opsetid(DOMAIN, 1))
     elif int8:
         for tensor in list(model.graph.initializer):  # the large ones that are still floats
-            rounded = _round(torch.from_numpy(numpy_helper.to_array(tensor).copy()))
-            if rounded is not None:
+            if rounded := _round(torch.from_numpy(numpy_helper.to_array(tensor).copy())):
                 name = tensor.name
                 _insert(model.graph, 'Mul', [f'{name}_scale', f'{name}_float'], name)
                 _insert(model.graph, 'Cast', [f'{name}_int8'], f'{name}_float', to=tensor.data_type)
@@ -179,7 +178,7 @@ class _Solve(nn.Module):
 def _take_steps_out(model: nn.Module, ode: Any, images: Tensor) -> tuple[list[Step], Tensor]:
     """Put one node in the place of a model's steps; a step for each span, as long as this, and a state."""
     caught: list[Any] = []
-    ode.steps = 1 + sum(ode.t + 1e-6 < t < ode.end - 1e-6 for t in ode.shared.borders)  # spans
+    ode.steps = ode.fewest_steps
     ode.solver[0].register_forward_pre_hook(lambda _, inputs: caught.append(inputs))
     model(images)
     (state, *contexts), steps = caught[0], [*ode.solver]

@@ -173,7 +173,6 @@ def from_transformers(model: nn.Module) -> VisionTransformer:
 
 
 def kind_of(model: Any) -> str:
-    """The name of a model's class if that is of transformers, else ''."""
     return type(model).__name__ if type(model).__module__.startswith('transformers.models.') else ''
 
 
@@ -221,7 +220,7 @@ def _build(
         embed_dim=width, depth=len({key.split('.')[1] for key in state if key.startswith('blocks.')}), mlp_ratio=ratio,
         pre_norm='norm_pre.weight' in state, fc_norm='fc_norm.weight' in state,
         init_values=1e-5 if 'blocks.0.ls1.gamma' in state else None)  # any number: the values are copied
-    with on_meta():  # timm's random initialisation takes no time there and draws no random numbers
+    with on_meta():  # draws no random numbers
         model: Any = timm.create_model(name, **args, pretrained_cfg=dict(
             preprocessing, input_size=size, num_classes=classes, fixed_input_size=True,
             first_conv='patch_embed.proj', classifier='head'))

@@ -112,8 +112,12 @@ class OdeBlocks(nn.Module):
 
     @property
     def end(self) -> float:
-        """Time at which the last step ends."""
         return self.t + self.config.steps_and_end[1]
+
+    @property
+    def fewest_steps(self) -> int:
+        """One for each shared block that applies before the end."""
+        return 1 + sum(self.t + 1e-6 < t < self.end - 1e-6 for t in self.shared.borders)
 
     @property
     def layers(self) -> list[int]:
@@ -124,8 +128,8 @@ class OdeBlocks(nn.Module):
 
     @property
     def nfe(self) -> int:
-        """Field evaluations of a forward pass; for an adaptive method, of this thread's last pass, or 0 (also if
-        a hook, or the host, asked for the steps)."""
+        """Field evaluations of a forward pass; for an adaptive method, of this thread's last, 0 if a hook asked for the
+        steps. Passes in which the host calls the steps (with checkpoints, forward_intermediates) do not count."""
         return self._counts.evaluations if self.config.adaptive else self.steps * METHODS[self.method].evaluations
 
     @property
@@ -191,7 +195,8 @@ class OdeBlocks(nn.Module):
 
     @property
     def _hooked(self) -> bool:
-        return any(step._forward_hooks or step._forward_pre_hooks for step in self.solver)
+        return any(step._forward_hooks or step._forward_pre_hooks or step._backward_hooks or step._backward_pre_hooks
+                   for step in self.solver)
 
     def twin(self) -> 'OdeBlocks':
         twin = shallow_copy(self)

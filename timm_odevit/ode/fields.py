@@ -83,7 +83,8 @@ class Field(nn.Module):
 class NativeField(Field):
     """The base model's own sub-layers; of pre-norm blocks (norm1, attn, ls1, norm2, mlp, ls2), others by subclasses.
 
-    `block` itself is not called: hooks and wrappers belong around its parts, or around the field.
+    `block` itself is not called: hooks and wrappers belong around its parts, or around the field (each
+    of `shared.phases`).
     """
     about = "the base's own"
     block: Any
@@ -105,10 +106,10 @@ class NativeField(Field):
     def values(block):
         return {f'block.{name}': tensor for name, tensor in (*block.named_parameters(), *block.named_buffers())}
 
-    def attention(self, t: float, x: Tensor, context: Context) -> Tensor:
+    def attention(self, t, x, context):
         return self.block.drop_path1(self.block.ls1(self.block.attn(self.block.norm1(x), **context.block_kwargs)))
 
-    def mlp(self, t: float, x: Tensor, context: Context) -> Tensor:
+    def mlp(self, t, x, context):
         return self.block.drop_path2(self.block.ls2(self.block.mlp(self.block.norm2(x))))
 
     @property
@@ -116,7 +117,7 @@ class NativeField(Field):
         plain = type(self).attention is NativeField.attention  # wrappers such as FSDP2 change the class
         return plain and type(self.block.attn) is Attention
 
-    def probabilities(self, t: float, x: Tensor, context: Context) -> Tensor:
+    def probabilities(self, t, x, context):
         attn = self.block.attn
         q, k, _ = _heads(attn.qkv(self.block.norm1(x)), attn.num_heads)
         return _probabilities(attn.q_norm(q), attn.k_norm(k), attn.scale)

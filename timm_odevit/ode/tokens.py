@@ -33,7 +33,8 @@ class TokenMerging:
             y = _rows(x, one_of_each.scatter(1, groups.numbers, tokens.expand(B, N)))
         elif not torch.compiler.is_compiling() and t > self.start and x.is_leaf and x.requires_grad and (
                 torch._C._current_graph_task_id() != -1):  # in a backward pass
-            raise RuntimeError('Merged tokens do not pass through reentrant checkpoints. Use use_reentrant=False.')
+            raise RuntimeError('Merged tokens do not pass through reentrant checkpoints. Call '
+                               'timm.layers.set_reentrant_ckpt(False), or use_reentrant=False.')
         y, groups = self.merge(y, (t - self.start) / self.T, N, groups)
         if groups is None:
             return y, context
@@ -90,7 +91,6 @@ def groups_of(x: Tensor) -> Groups | None:
 
 
 def carry(groups: Groups | None, x: Tensor) -> Tensor:
-    """Let a state [B, N, D] carry groups; the state."""
     if groups is not None:
         x.merged_groups = _version(x), groups  # type: ignore[attr-defined]
     return x

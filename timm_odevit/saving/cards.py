@@ -80,5 +80,5 @@ def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Se
         steps = f"**{r['steps']}**" if r['steps'] in trained_at else cell(r['steps'])
         mark = ' (as saved)' if own and r['steps'] == own else ''
         rows.append([_plain(r['model']), steps + mark, cell(r['nfe']), f"{r['parameters']:,}",
-                     *('-' if r[key] is None else f'{r[key]:.2f}' for key in ('top1', 'top5', 'kept', 'agreement'))])
+                     *(cell(r[key]) for key in ('top1', 'top5', 'kept', 'agreement'))])
     return markdown_table(rows)

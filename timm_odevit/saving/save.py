@@ -12,12 +12,12 @@ import timm
 import torch
 from huggingface_hub import HfApi
 from safetensors.torch import save_file
-from timm.data import resolve_model_data_config
 from timm.models import get_model_args, is_model_in_modules, save_for_hf
 from timm.utils import unwrap_model
 from torch import nn
 
 from ..convert.block_kinds import structure
+from ..data.preprocessing import data_config
 from ..files import staged
 from ..hooks import on_meta
 from ..ode.blocks import find_ode_blocks
@@ -59,7 +59,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = 
     if bits and not is_model_in_modules(architecture, {'registry'}):
         raise ValueError(f'timm itself loads {architecture}, and does not unpack 4 bits. convert_(model, phases=depth) '
                          'keeps all blocks and what they compute, and can be saved so.')
-    cfg = dict(getattr(model, 'pretrained_cfg', {}))
+    cfg = {**getattr(model, 'pretrained_cfg', {}), 'input_size': data_config(model)['input_size']}
     names = cfg.pop('label_names', None)
     rebuilt.pretrained_cfg = cfg
     with staged(folder, WEIGHTS, CONFIG) as aside:
@@ -130,9 +130,7 @@ def push_to_hub(
 
 
 def save_reference(model: nn.Module, folder: Path) -> None:
-    """An input [2, C, H, W] and the output for it."""
-    size = resolve_model_data_config(model)['input_size']
-    images = torch.randn(2, *size, generator=torch.Generator().manual_seed(0), device='cpu')
+    images = torch.randn(2, *data_config(model)['input_size'], generator=torch.Generator().manual_seed(0), device='cpu')
     path = folder / REFERENCE
     with torch.no_grad(), staged(path.parent, path.name) as aside:
         save_file({'input': images, 'output': model.cpu().float()(images).contiguous()}, aside / path.name)
@@ -149,9 +147,8 @@ def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
     args = {k: v for k, v in get_model_args(model).items() if k not in CALLER and not k.startswith(PREFIX)}
     if blocks := find_ode_blocks(model):  # whose current settings count
         if architecture == 'odevit_converted' or not architecture.startswith('odevit_'):
-            top = {k: args[k] for k in _TOP if k in args}
             own = {**(args.pop('base_args', None) or {}), **args}
-            args = {'base': args.get('base', architecture), **top,
+            args = {'base': args.get('base', architecture), **{k: args[k] for k in _TOP if k in args},
                     'base_args': {k: v for k, v in own.items() if k not in ('base', *_TOP)}}
             architecture = 'odevit_converted'
         config = blocks[0].config

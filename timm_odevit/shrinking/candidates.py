@@ -40,7 +40,6 @@ class Candidate(NamedTuple):
     bits: int | None = None  # of the matrices in its file
 
     def and_smaller(self) -> list['Candidate']:
-        """Itself, and the smaller files that are made of its file."""
         return [self, self._replace(name=f'{self.name}, int8', int8=True),
                 self._replace(name=f'{self.name}, 4 bits', int8=True, bits=4)]
 

@@ -123,8 +123,7 @@ def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = F
 
     def held(images: Tensor, labels: Tensor) -> Held:
         outputs = _outputs(model, images)
-        answers = labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1)
-        return Held(images, answers, outputs, measure)
+        return Held(images, labels if measure == 'accuracy' else outputs.flatten(1).argmax(dim=-1), outputs, measure)
     seen = not known and data.held_out > 0 and 'test' not in data.words and measure == 'accuracy'
     return Material(model, built, base, data, held(images, labels), held(*judging),
                     held(*data.sample('train', len(judging[0]))), why, seen)
@@ -132,7 +131,6 @@ def prepare(source: Any, model: nn.Module, test: Any = None, embedding: bool = F
 
 @torch.no_grad()
 def _outputs(model: nn.Module, images: Tensor) -> Tensor:
-    """On the CPU, as float32."""
     device = next(model.parameters()).device
     with evaluating(model):
         return torch.cat([model(batch.to(device)).float().cpu() for batch in images.split(BATCH)])

@@ -115,7 +115,7 @@ class Verdict:
         return [heads, *lines]
 
     def table(self) -> str:
-        """The table, as Markdown."""
+        """In Markdown."""
         return markdown_table(self._cells())
 
     def __str__(self) -> str:

@@ -133,7 +133,6 @@ class LossConfig(Settings):
 
     @property
     def of_updates(self) -> tuple[tuple[int | str, ...], ...]:
-        """`steps`, with a tuple for each update."""
         return tuple(of if isinstance(of, tuple) else (of,) for of in self.steps or ())
 
     @property

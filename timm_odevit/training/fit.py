@@ -177,7 +177,6 @@ def _load_state(state: dict[str, Any], trainer: Trainer, where: str) -> None:
 
 
 def count_updates(train_loader: Any, accumulate: int) -> int:
-    """Updates per pass over the data; ValueError if there is none."""
     updates = len(train_loader) // accumulate
     if updates < 1:
         few = f'has fewer than {accumulate} batches' if accumulate > 1 else 'is empty'

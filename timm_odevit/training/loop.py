@@ -51,10 +51,9 @@ class Trainer:
                 delattr(task, name)
         if config.ema_decay is not None:
             task.setup_ema(decay=config.ema_decay, use_warmup=True)
-        trainable = unwrap_model(task.get_trainable_module())
         if self.world > 1:
             task.prepare_distributed(device_ids=[self.device.index] if self.device.type == 'cuda' else None)
-        self.optimizer = create_optimizer(trainable, config)
+        self.optimizer = create_optimizer(unwrap_model(task.get_trainable_module()), config)
         low = min(config.min_lr, config.lr)
         self.scheduler: Any = create_scheduler_v2(
             self.optimizer, sched=config.sched, num_epochs=config.epochs or 1, step_on_epochs=False,
@@ -79,7 +78,6 @@ class Trainer:
             **record, **validate(self.task, self.chosen, val_loader, self.dtype)})
 
     def train(self, epoch: int, done: Callable[[], Any]) -> dict[str, float]:
-        """Returns the learning rate and the mean of each part of the loss."""
         task, accumulate = self.task, self.config.accumulate
         batches, i = self.updates * accumulate, -1
         seen: dict[str, list[Tensor]] = defaultdict(list)  # a part may be absent from some updates

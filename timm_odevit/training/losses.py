@@ -141,10 +141,9 @@ def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
     The variance is one number for all dimensions, so that they keep their proportions, as in PHI-S (arXiv 2410.01680).
     """
     s, t = student.float().flatten(1), teacher.float().flatten(1)
-    angle = 1. - F.cosine_similarity(s, t, dim=-1)
     mean = over_processes(t.mean(dim=0))
     spread = _variance(t - mean if len(t) * rank_and_world()[1] > 1 else t)
-    return angle.mean() + F.mse_loss(s, t) / spread.clamp_min(1e-12)
+    return (1. - F.cosine_similarity(s, t, dim=-1)).mean() + F.mse_loss(s, t) / spread.clamp_min(1e-12)
 
 
 def jasmin_loss(attention: Tensor) -> Tensor:

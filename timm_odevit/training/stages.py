@@ -65,8 +65,7 @@ class Run:
                 self.stages.append(self._prepared(i, stage, teacher))
         if data.val is not None:  # what does not fit is refused before anything is written
             in_first_process(lambda: try_one_batch(data.val, self.stages[-1].task, None))
-        # lr_scale, the factor on the learning rates of stages that ask for one; start, what was measured of the student
-        # before training; minutes, those of each stage that has begun
+        # lr_scale; start, what was measured of the student before training; minutes of each stage that has begun
         self.plan: dict[str, Any] = {} if folder is None else read_run(folder).get('plan', {})
 
     def _prepared(self, i: int, stage: Stage, teacher: Any) -> PreparedStage:
@@ -199,7 +198,6 @@ def _let_learn(student: nn.Module, names: set[str]) -> None:
 
 
 def read_run(folder: Path) -> Any:
-    """What run.json holds; nothing if there is none."""
     try:
         found = json.loads((folder / RUN).read_text(encoding='utf-8')) if (folder / RUN).exists() else {}
         found.get('plan', {}).items()
