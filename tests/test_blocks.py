@@ -64,8 +64,7 @@ def test_masks_reach_every_evaluation(vit, images):
         model = converted(vit, config)
         mask = torch.zeros(2, 1, 17, 17)
         mask[..., 9:] = float('-inf')
-        masked = model(images, attn_mask=mask)
-        assert not torch.allclose(masked, model(images))
+        assert not torch.allclose(model(images, attn_mask=mask), model(images))
         x = model._pos_embed(model.patch_embed(images))
         torch.testing.assert_close(model.blocks(x, attn_mask=mask), model.blocks.trajectory(x, attn_mask=mask)[-1])
         assert not torch.allclose(model(images, is_causal=True), model(images))
@@ -185,8 +184,7 @@ def test_hooks_and_fx_find_the_layers(vit, images, config, kind):
     last = len(model.blocks) - 1
     expected = model.forward_intermediates(images, output_fmt='NLC', return_prefix_tokens=True, intermediates_only=True)
     expected = [torch.cat([prefix, patches], dim=1) for patches, prefix in expected]
-    found = kind(model, out_indices=(0, last))(images)
-    torch.testing.assert_close(found, [expected[0], expected[last]])
+    torch.testing.assert_close(kind(model, out_indices=(0, last))(images), [expected[0], expected[last]])
 
 
 def test_prune_intermediate_layers(vit, images):

@@ -204,6 +204,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     (['benchmark', 'a', '--batch-size', '1,all'], "got '1,all'"),
     ([*CONVERT, '--metod', 'euler'], "unrecognized arguments: --metod euler. Did you mean '--method'? See odevit convert --help"),
     (['calibrate', 'a', 'b', 'c'], 'required: --teacher'), ([], 'required'),
+    (['finetune', 'a', 'b', 'c', '--epochs', '3'], 'A setting of the recipe is changed by --set, such as --set data.batch_size=32'),
 ])
 def test_arguments(capsys, args, message):
     with pytest.raises(SystemExit) as e:
@@ -332,7 +333,9 @@ def test_an_exported_file_predicts_what_its_model_does(folder, capsys, file):
 @pytest.mark.parametrize('args, said', [
     (['calibrate', 'local-dir:student', 'flat', 'out', *T, '--epochs', '1'], 'saved out'),
     (['evaluate', 'local-dir:student', 'flat', '--embedding', *T], 'flat: 10 images'),
-    (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5'], 'the share 0.5 held out'),
+    (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5', *T], 'the share 0.5 held out'),
+    (['evaluate', 'local-dir:student', 'flat', '--embedding'], 'labels or a teacher are needed'),
+    (['distill', 'three_blocks', 'flat', 'out', *T, *RECIPE, '--set', 'stages.1.fit.epochs=1', '--set', 'ode.phases=1'], ' --held-out 0.1 --embedding'),
     (['benchmark', 'local-dir:student', '--data', 'flat', '--rounds', '1'], '| batch 8'), (['export', 'local-dir:student', 'a.html', '--images', 'flat'], 'wrote a.html'),
     (['distill', 'embedding', 'flat', 'out', *T, *RECIPE, '--set', 'stages.0.fit.epochs=1', '--set', 'ode.phases=1'], 'saved out'),
     (['predict', 'local-dir:student', 'flat'], 'flat/9.png'), (['halt', 'local-dir:student', 'flat', 'out'], 'labels are needed'),
@@ -357,7 +360,7 @@ def test_evaluating_embeddings_leaves_the_classifiers_of_both_models_out(folder,
 def test_unlabelled_arrays_are_compared_with_the_teacher(folder, capsys):
     np.savez('few.npz', x_train=np.zeros((4, 16, 16, 3), np.uint8))
     assert main(['evaluate', 'local-dir:student', 'few.npz', '--embedding', *T]) == 0 and 'few.npz' in capsys.readouterr().out
-    assert main(['evaluate', 'local-dir:student', 'few.npz']) == 2 and "'y_train is not a file" in capsys.readouterr().err
+    assert main(['evaluate', 'local-dir:student', 'few.npz']) == 2 and "few.npz': y_train is not a file" in capsys.readouterr().err
 
 
 @pytest.mark.filterwarnings('error')
@@ -365,6 +368,7 @@ def test_a_quiet_finetuning_prints_no_accuracy_even_if_it_was_in_vain(folder, ca
     def in_vain(*args, **options):
         [shutil.copytree('teacher', f'out/{name}') for name in ('best', 'start')]
         warnings.warn('Training ended worse than it started: top-1 3.0 % at best, top-1 4.0 % before.', stacklevel=1)
+        return [{'val_top1': 3.}]
     monkeypatch.setattr('timm_odevit.cli.train.train', in_vain)
     assert main(['finetune', 'local-dir:teacher', 'images', 'out', '--quiet']) == 0
     out, err = capsys.readouterr()

@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from timm_odevit import Recipe, save_pretrained, train
 from timm_odevit.data.batches import DataConfig, set_epoch
 from timm_odevit.data.preprocessing import data_config, open_image, read_image, warn_of_other_classes
-from timm_odevit.data.read import classes_of, read_data
-from timm_odevit.data.sources import files_in
+from timm_odevit.data.read import classes_of, read_data, with_test
+from timm_odevit.data.sources import _hash, files_in
 
 
 def read(source, model, **options):
@@ -279,6 +279,11 @@ def test_what_is_held_out_depends_on_the_image_alone(vit, tmp_path):
     for labels in (y.astype(object), y + 0.5, np.arange(400)):  # they are no classes
         np.savez(tmp_path / 'other.npz', x_train=x, y_train=labels)
         assert len(held('other', 0.1, labels=False)[0]) == len(few)
+    np.savez(tmp_path / 'other.npz', x_train=x, y_train=y[:, None], x_test=x[:1], y_test=y[:1, None])  # as Keras has them
+    assert held('other', 0.1) == held('other', 0.1, labels=False) == [few, rest]
+    for name in ('a.bmp', 'b.bmp', 'a.png', 'b.png'):
+        (tmp_path / name).write_bytes(bytes(2 ** 16) + name.encode())  # which begin alike: only PNGs are compressed
+    assert [_hash(f'{tmp_path}/a.{end}') == _hash(f'{tmp_path}/b.{end}') for end in ('bmp', 'png')] == [False, True]
     pair = torch.randn(50, 3, 16, 16), torch.arange(50) % 5
     assert [read(pair, vit(), held_out=0.001, labels=labels).count('val') for labels in (True, False)] == [5, 5]
     assert not few & rest and few < more and 20 < len(few) < 60 < len(more) < 180
@@ -299,6 +304,13 @@ def test_some_of_those_held_out_are_to_judge(vit, images):
     assert alone.count() == alone.count('val') == alone.count('test') == 1
 
 
+def test_other_images_have_the_same_classes(vit, images):
+    others = images('others')
+    (others / 'class4').rename(others / 'class9')
+    with pytest.raises(ValueError, match="others' does not have the classes of the other images"):
+        with_test(read(images(), vit()), others, vit())
+
+
 def test_a_test_folder_is_for_the_final_number_only(vit, images, tmp_path):
     root = images('images/training').parent
     images('images/test', count=2)
@@ -306,6 +318,10 @@ def test_a_test_folder_is_for_the_final_number_only(vit, images, tmp_path):
     picture(root / 'test' / '0.png')  # that of no class makes the folder useless
     useless = read(root, vit(), judging=0.3)
     (root / 'test' / '0.png').unlink()
+    (root / 'test' / 'class4').rename(tmp_path / 'rare')
+    with pytest.warns(UserWarning, match="test' is not used: its classes are not those of the others"):
+        assert 'test' not in read(root, vit(), judging=0.3).words
+    (tmp_path / 'rare').rename(root / 'test' / 'class4')
     assert 'test' not in useless.words and files(useless.test) < files(data.train) | files(data.val)
     assert data.count('val') == 5 and data.count('test') == 10 and not any('/test/' in f for f in files(data.train) | files(data.val))
     loader, words = read(root, vit(), held_out=0.).evaluated()
@@ -555,7 +571,7 @@ MISFITS = {
     'too many classes': (dict(classes=list('abcdef')), {}, 'has 6 classes, but the model has 5'),
     'other channels': ({}, dict(in_chans=1), r'must hold uint8 images x_train \[N, S, S, 1\]; got torch.uint8 \[4, 5, 5, 3\]'),
     'channels first': (dict(x_test=X.transpose(0, 3, 1, 2)), {}, r'x_test .*; got torch.uint8 \[4, 3, 5, 5\]'),
-    'labels of two axes': (dict(y_train=Y[:, None]), {}, r'labels must be whole numbers .* torch.int64 \[4, 1\]'),
+    'labels of two axes': (dict(y_train=Y[:, None].repeat(2, 1)), {}, r'labels must be whole numbers .* torch.int64 \[4, 2\]'),
     'too few labels': (dict(y_train=Y[:3]), {}, r'got 4 images and torch.int64 \[3\]'),
     'negative labels': (dict(y_test=Y - 1), {}, 'whole numbers from 0; got torch.int64 from -1 to 2'),
     'floats': (dict(y_train=Y / 2), {}, r'torch.float64 \[4\]'),

@@ -75,8 +75,7 @@ def test_the_example_of_a_docstring_runs(name, names, request):
         request.getfixturevalue('hub')
     if 'clip' in name or 'tower' in name or 'transformers' in name:
         names['clip'] = clip_for(name)
-    documented = inspect.getdoc(getattr(timm_odevit, name))
-    found = doctest.DocTestParser().get_doctest(documented, names, name, None, None)
+    found = doctest.DocTestParser().get_doctest(inspect.getdoc(getattr(timm_odevit, name)), names, name, None, None)
     assert found.examples, 'its docstring has no example'
     said = []
     failed, _ = doctest.DocTestRunner(checker=Shown(), verbose=False).run(found, out=said.append)

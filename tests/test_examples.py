@@ -31,8 +31,7 @@ def test_quickstart(tmp_path, capsys, monkeypatch):
     quickstart = load(ROOT / 'examples' / 'quickstart.py')
     monkeypatch.setattr(quickstart, 'EPOCHS', (1, 1))
     quickstart.main(tmp_path)
-    out = capsys.readouterr().out
-    assert out.count('| student |') == len(quickstart.STEPS)
+    assert capsys.readouterr().out.count('| student |') == len(quickstart.STEPS)
     assert timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).blocks.steps == 8
 
 
@@ -83,8 +82,7 @@ def test_pages_have_the_tables_of_the_results(monkeypatch):
 
 
 def test_the_pages_can_be_read_in_an_afternoon():
-    words = sum(len(re.sub(r'<!--.*?-->', '', (ROOT / page).read_text(), flags=re.S).split()) for page in PAGES)
-    assert words <= 28_000
+    assert sum(len(re.sub(r'<!--.*?-->', '', (ROOT / page).read_text(), flags=re.S).split()) for page in PAGES) <= 28_000
 
 
 def test_figures_in_sentences_are_those_of_their_records(monkeypatch, tmp_path):
@@ -153,8 +151,7 @@ def test_dial(tmp_path, monkeypatch, capsys, vit):
 
 def test_release_makes_the_folder_of_a_published_model(tmp_path, vit, monkeypatch, capsys):
     monkeypatch.syspath_prepend(ROOT / 'hub' / 'tools')
-    rng = np.random.default_rng(0)
-    x = rng.integers(0, 256, (60, 12, 12, 3), dtype=np.uint8)
+    x = np.random.default_rng(0).integers(0, 256, (60, 12, 12, 3), dtype=np.uint8)
     np.savez(tmp_path / 'data.npz', x_train=x, y_train=np.arange(60) % 5, x_test=x[:20], y_test=np.arange(20) % 5)
     teacher = vit()
     timm_odevit.save_pretrained(teacher, tmp_path / 'teacher')

@@ -246,8 +246,7 @@ def test_other_models(five, tmp_path, format, name):
     model = MODELS[name]().eval()
     with torch.no_grad():
         expected = model(five)
-    path = export_model(model, tmp_path / f'model.{format}')
-    run, about = export.load_exported(path)
+    run, about = export.load_exported(export_model(model, tmp_path / f'model.{format}'))
     torch.testing.assert_close(run(five), expected, atol=1e-4, rtol=0)
     torch.testing.assert_close(run(five[:1]), expected[:1], atol=1e-4, rtol=0)
     assert about.get('steps') == {'stages': [2, 2], 'a view': 7}.get(name)

@@ -45,8 +45,7 @@ def strip(history):
 
 
 def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
-    task = build(vit)
-    history = run(task, tmp_path / 'run', epochs=6, ema_decay=0.5, warmup_epochs=1)
+    history = run(build(vit), tmp_path / 'run', epochs=6, ema_decay=0.5, warmup_epochs=1)
     assert [r['epoch'] for r in history] == [1, 2, 3, 4, 5, 6]
     assert history[-1]['loss'] < history[0]['loss'] and history[-1]['lr'] < history[1]['lr']
     assert {'trajectory_loss', 'kd_loss', 'task_loss', 'val_top1', 'val_loss', 'seconds'} <= set(history[0])
@@ -190,8 +189,7 @@ def test_the_measurement_changes_nothing(vit):
 def test_trains_a_teacher_with_timms_own_task(vit, tmp_path):
     history = run(ClassificationTask(vit(), nn.CrossEntropyLoss()), tmp_path / 'run', epochs=8, ema_decay=0.5)
     assert history[-1]['loss'] < history[0]['loss']
-    again = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True)
-    assert again.num_classes == 5
+    assert timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True).num_classes == 5
 
 
 def test_images_that_are_not_finite_are_named_and_a_model_is_no_task(vit):

@@ -35,8 +35,7 @@ def states(model, x):
 
 
 def test_scores_with_known_answers():
-    logits = torch.tensor([[0., 0., 0., 0.], [100., 0., 0., 0.]])
-    torch.testing.assert_close(entropy(logits), torch.tensor([1., 0.]))
+    torch.testing.assert_close(entropy(torch.tensor([[0., 0., 0., 0.], [100., 0., 0., 0.]])), torch.tensor([1., 0.]))
 
 
 def test_a_halted_image_has_the_answer_of_its_step_as_in_a_batch_of_one(vit):
@@ -75,8 +74,7 @@ def test_compiled_and_exported_it_gives_the_same_answers_with_fixed_shapes(vit):
     with torch.no_grad():
         expected = model(x)
         torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='eager')(x), expected)
-        batch = torch.export.Dim('batch', max=64)
-        exported = torch.export.export(model, (x,), dynamic_shapes=({0: batch},)).module()
+        exported = torch.export.export(model, (x,), dynamic_shapes=({0: torch.export.Dim('batch', max=64)},)).module()
         torch.testing.assert_close(exported(x[:3]), expected[:3])
 
 
@@ -138,8 +136,7 @@ def test_evaluate_counts_the_evaluations_of_each_image(vit):
     result = evaluate(model, (x, y)).results[0]
     with torch.no_grad():
         model(x)
-    taken = model.blocks.steps_taken
-    assert result.nfe == pytest.approx(3 * taken.double().mean().item())
+    assert result.nfe == pytest.approx(3 * model.blocks.steps_taken.double().mean().item())
     assert evaluate(model, (x, y), steps=(3, 6)).results[1].nfe == result.nfe
 
 
@@ -153,8 +150,7 @@ def test_a_model_in_train_mode_halts_at_every_number_of_steps(vit):
 def test_a_host_that_runs_the_steps_one_by_one_halts_nothing(vit, images):
     model = halting(vit, threshold=10.)
     model.set_grad_checkpointing()
-    result = evaluate(model, (images, torch.zeros(2, dtype=torch.long))).results[0]
-    assert result.nfe == 6
+    assert evaluate(model, (images, torch.zeros(2, dtype=torch.long))).results[0].nfe == 6
 
 
 @pytest.mark.parametrize('labelled', [True, False])
@@ -198,8 +194,7 @@ def test_saved_with_the_model_and_off_by_default(tmp_path):
 def test_on_the_command_line(vit, tmp_path, capsys):
     x_train, x_test = np.random.default_rng(0).integers(0, 256, (2, 40, 16, 16, 3), dtype=np.uint8)
     np.savez(tmp_path / 'data.npz', x_train=x_train, x_test=x_test, y_train=np.arange(40) % 3, y_test=np.arange(40) % 3)
-    model = convert_(vit(num_classes=3)).model
-    save_pretrained(model, tmp_path / 'student')
+    save_pretrained(convert_(vit(num_classes=3)).model, tmp_path / 'student')
     out = tmp_path / 'out'
     options = [f'local-dir:{tmp_path / "student"}', str(tmp_path / 'data.npz')]
     assert main(['halt', *options, str(out), '--max-drop', '1', '--device', 'cpu', '--quiet']) == 0
@@ -215,8 +210,7 @@ def test_models_with_merged_tokens_or_kept_blocks_halt_when_compiled(vit, images
         model = convert_(vit(), phases=2, steps=4, halting='entropy', halting_threshold=0.9, **settings).model
         model.eval()
         with torch.no_grad():
-            expected = model(images)
-            torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='eager')(images), expected)
+            torch.testing.assert_close(torch.compile(model, fullgraph=True, backend='eager')(images), model(images))
         torch._dynamo.reset()
 
 

@@ -128,8 +128,7 @@ def test_converted_calibrated_saved_reloaded_and_put_back(build, map_, tmp_path)
     first = F.cosine_similarity(embedding_of(program, images), teacher(images)).mean()
     calibrate_(tower, teacher, images, epochs=40, batch_size=4, progress=False)
     assert F.cosine_similarity(embedding_of(program, images), teacher(images)).mean() > first
-    again = reloaded(tower, tmp_path / 'student')
-    assert torch.equal(again(images), tower(images))
+    assert torch.equal(reloaded(tower, tmp_path / 'student')(images), tower(images))
 
 
 def test_what_a_tower_of_transformers_gives_beside_the_embedding(images):
@@ -141,8 +140,7 @@ def test_what_a_tower_of_transformers_gives_beside_the_embedding(images):
             torch.testing.assert_close(found.last_hidden_state, expected.last_hidden_state, rtol=0, atol=1e-4)
             torch.testing.assert_close(found.pooler_output, expected.pooler_output, **CLOSE)
             ids = torch.randint(0, 99, (3, 7))
-            out = program(input_ids=ids, pixel_values=images)
-            assert out.logits_per_image.shape == (2, 3)
+            assert program(input_ids=ids, pixel_values=images).logits_per_image.shape == (2, 3)
             program.gradient_checkpointing_enable()
             assert program.vision_model.tower.grad_checkpointing and program.vision_model.gradient_checkpointing
             program.gradient_checkpointing_disable()

@@ -106,8 +106,7 @@ def test_the_wheel_has_every_folder_of_the_package_and_the_published_models():
 
 
 def test_the_citation_is_of_this_version():
-    cited = yaml.safe_load((PACKAGE.parent / 'CITATION.cff').read_text())
-    assert cited['version'] == timm_odevit.__version__
+    assert yaml.safe_load((PACKAGE.parent / 'CITATION.cff').read_text())['version'] == timm_odevit.__version__
 
 
 def test_importing_needs_no_extra_and_leaves_torchdiffeq_and_the_gpu_alone():

@@ -60,8 +60,7 @@ def test_unknown_keywords_are_type_errors(name):
 
 def test_native_at_random_is_the_bases_own_start():
     model = timm.create_model('odevit_tiny', ode_field='native', ode_init='mean')
-    weight = model.blocks.shared.block.attn.qkv.weight
-    assert weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert model.blocks.shared.block.attn.qkv.weight.std().item() == pytest.approx(0.02, rel=0.05)
 
 
 def test_depth_sets_steps_and_time_and_drop_path_arrives():

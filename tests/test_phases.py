@@ -108,13 +108,11 @@ def test_adaptive_methods_agree_with_many_steps_across_phases(vit):
 def test_partial_conversion_keeps_the_other_blocks(vit, images):
     model = vit(depth=6)
     blocks = list(model.blocks)
-    done = convert_(model, OdeConfig(blocks=(1, 3), phases=2))
-    assert 'blocks 1-3 -> 2 shared blocks' in str(done)
+    assert 'blocks 1-3 -> 2 shared blocks' in str(convert_(model, OdeConfig(blocks=(1, 3), phases=2)))
     assert len(model.blocks) == 6 and model.blocks[0] is blocks[0] and model.blocks[5] is blocks[5]
     model.blocks.steps = 5
     assert len(model.blocks) == 8 and model.blocks[6] is blocks[4]
-    states = model.forward_intermediates(images)[1]
-    assert len(states) == 8
+    assert len(model.forward_intermediates(images)[1]) == 8
     head = model.blocks[:4]
     assert len(head) == 4 and head[0] is blocks[0]
     assert len(model.blocks[6:]) == 2

@@ -44,8 +44,7 @@ def test_a_model_on_the_hub_is_converted_by_the_command_line(hub, vit, images, t
     push_to_hub(model, 'org/teacher')
     out = str(tmp_path / 'exact')
     assert cli.main(['convert', 'hf-hub:org/teacher', out, '--phases', '3']) == 0, capsys.readouterr().err
-    again = timm.create_model(f'local-dir:{out}', pretrained=True).eval()
-    torch.testing.assert_close(again(images), model(images))
+    torch.testing.assert_close(timm.create_model(f'local-dir:{out}', pretrained=True).eval()(images), model(images))
     assert cli.main(['convert', 'hf-hub:org/nothing', str(tmp_path / 'none')]) == 2
     error = capsys.readouterr().err
     assert 'org/nothing' in error and 'Traceback' not in error and not (tmp_path / 'none').exists()

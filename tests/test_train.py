@@ -276,7 +276,7 @@ def test_the_names_of_the_classes_stay_with_the_model(vit, data, tmp_path):
 def test_recipes_that_learn_from_no_labels_take_images_without(vit, data, tmp_path):
     teacher, images = vit(), torch.randn(40, 3, 16, 16)
     for given, why in ((images, 'there are none'), ((images, torch.arange(40)), 'Labels must be whole numbers from 0 to 4')):
-        with pytest.warns(UserWarning, match=f'Labels are not used, because {why}'):
+        with pytest.warns(RuntimeWarning, match=f'Labels are not used, because {why}'):
             history = run(recipe('fit.epochs=1'), given, tmp_path / why[:5], teacher)
         assert history[0]['val_error'] > 0
     with pytest.raises(ValueError, match='labels'):

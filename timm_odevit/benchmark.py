@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ._version import __version__
-from .data.preprocessing import data_config
+from .data.preprocessing import data_config, dtype_of
 from .files import markdown_table
 from .ode.blocks import count_parameters, find_ode_blocks, with_steps
 from .settings import integer, one_of
@@ -89,7 +89,8 @@ def benchmark(
     timings: list[Timing] = []
     for size in dict.fromkeys(batch_sizes):
         batches: list[Sequence[Tensor]] = [
-            [torch.randn(size, *data_config(model)['input_size']).to(next(model.parameters()))]
+            [torch.randn(size, *data_config(model)['input_size'], dtype=dtype_of(model),
+                         device=next(model.parameters()).device)]
             if images is None else images(model, max(size, SAMPLE // size * size)).split(size)
             for model in candidates.values()]
         runs = [lambda model=model, of=of: [model(batch) for batch in of]

@@ -34,7 +34,7 @@ data  folder with one sub-folder of images per class, or train/ and val/ of that
 --checkpoint FILE  file with the weights of the teacher or, without one, of the model
 --img-size N  image size in pixels of the teacher or, without one, of the model (default: its own)
 --steps N  number of solver steps (default: as saved)
---set KEY=VALUE*  change the recipe, such as --set ode.steps=6 --set stages.0.fit.epochs=5
+--set KEY=VALUE*  change the recipe, such as --set data.batch_size=32 --set stages.0.fit.epochs=5
 --minutes M  train for about so long (default: the recipe's epochs)
 --resume  continue the run in the folder; of the rest, only --device and --threads need be given again
 --limit N  use only this many images of each part of the data
@@ -57,7 +57,8 @@ def main(argv: list[str] | None = None) -> int:
             setattr(args, word, unknown.pop(0))
     if unknown:
         from timm_odevit.settings import suggest
-        known = suggest(unknown[0].split('=')[0], args.options)
+        known = suggest(unknown[0].split('=')[0], args.options) or (
+            'set' in args) * 'A setting of the recipe is changed by --set, such as --set data.batch_size=32. '
         top.error(f"unrecognized arguments: {' '.join(unknown)}. {known}See odevit {args.command} --help")
     if args.command == 'script':  # its device is its own, and so are its errors
         return script(args)

@@ -64,15 +64,17 @@ def evaluate(args: Any) -> None:
     options: Any = dict(steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
     if embedding:
         others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
+        if teacher is None and not others:
+            raise ValueError('Embeddings say little alone: labels or a teacher are needed. Give --teacher, or --test.')
         results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
     else:
         results = evaluate_classes(model, loader, **options)
     results = replace(results, data=words)
     with suppress(TypeError, ValueError):  # no recipe, or of another version; or not one sequence of blocks
         results = replace(results, trained_at=Recipe.load(path).trained_at(the_ode(model).steps))
+    print(results)
     if args.json:
         results.to_json(args.json)
-    print(results)
 
 
 def _data(args: Any, model: Any, any_classes: bool = False) -> Data:
@@ -132,9 +134,9 @@ def benchmark(args: Any) -> None:
     results = measure_speed(
         models, batch_sizes=args.batch_size, steps=args.steps or (), rounds=args.rounds, compiled=args.compile,
         images=partial(_some_images, args.data) if args.data else None, progress=not args.quiet)
+    print(results)
     if args.json:
         write_text(Path(args.json), to_json(asdict(results)))
-    print(results)
 
 
 def _some_images(path: str, model: Any, count: int) -> Any:
@@ -224,7 +226,10 @@ def push(args: Any) -> None:
     --private  make a new repository private
     """
     check_file(args.card)
-    rows = json.loads(Path(args.results).read_text(errors='replace')) if args.results else []
+    try:
+        rows = json.loads(Path(args.results).read_text(errors='replace')) if args.results else []
+    except ValueError as e:
+        raise ValueError(f"'{args.results}' is not JSON: {e}") from e
     about = dict(results=rows, dataset=args.dataset or '', license=args.license)
     source, _, folder = args.model.partition(':')
     as_it_is = source == 'local-dir' and Path(folder, CARD).is_file() and not (args.card or any(about.values()))

@@ -7,7 +7,6 @@ from timm.models import clean_state_dict, load_state_dict
 
 from timm_odevit import from_open_clip, from_transformers, save_pretrained, with_steps
 
-from ..data.preprocessing import data_config
 from ..files import OWN
 from ..hooks import on_meta
 from ..settings import one_line, suggest
@@ -36,8 +35,6 @@ def load(name: str | None, args: Any, pretrained: bool = True, **kwargs: Any) ->
             model = timm.create_model(name, pretrained=pretrained, **kwargs)
             if checkpoint and model.num_classes != asked:
                 model.reset_classifier(asked)
-            if size is not None:  # some models take any, and do not note it
-                model.pretrained_cfg['input_size'] = (data_config(model)['input_size'][0], size, size)
     except Exception as e:  # a foreign file can raise anything
         hint = ''
         if Path(name).is_dir():

@@ -87,7 +87,8 @@ def distill(args: Any) -> None:
     """Train by a recipe: distil a teacher or, without one, train from scratch. Also runs under torchrun.
 
     [recipe]  a .yaml file, or a name from odevit recipe list
-    [data] [out] --teacher
+    [data]  folder of images, or an .npz of small ones; labels may be missing if the recipe does not learn from them
+    [out] --teacher
     --student MODEL  'local-dir:FOLDER' of a model to start from, instead of a new one
     --set --minutes --resume --limit --checkpoint --img-size --quiet
     """
@@ -132,9 +133,14 @@ def _start(args: Any, first: str) -> Recipe | None:
     needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit', 'test',
               'size', 'keep', 'embedding')
     args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
-    init_distributed_device(args)  # under torchrun; sets args.device, distributed and rank
-    if args.distributed and args.command == 'shrink':
-        raise ValueError('odevit shrink is one process. Start it without torchrun.')
+    if args.command == 'shrink':
+        if torch.distributed.is_torchelastic_launched():
+            raise ValueError('odevit shrink is one process. Start it without torchrun.')
+        return None
+    try:
+        init_distributed_device(args)  # sets args.device, distributed and rank
+    except ValueError as e:
+        raise ValueError(f'{e}. Start this with torchrun, or type first: unset WORLD_SIZE SLURM_NTASKS') from e
     return recipe
 
 
@@ -151,9 +157,9 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
         with warnings.catch_warnings():
             if args.quiet:  # it gives accuracies
                 warnings.filterwarnings('ignore', 'Training ended worse')
-            train(recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes,
-                  resume=args.resume, limit=args.limit, command=args.started, device=args.device,
-                  progress=not args.quiet)
+            history = train(
+                recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
+                limit=args.limit, command=args.started, device=args.device, progress=not args.quiet)
         if args.distributed:
             torch.distributed.barrier()  # some versions of gloo wait forever if a process leaves first
     finally:
@@ -169,7 +175,7 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
           f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g}"
-          f"{' --embedding' * recipe.embeds}")
+          f"{' --embedding' * (recipe.embeds or 'val_error' in history[-1])}")
     if getattr(args, 'test', None):
         model = load(f'local-dir:{best}', SimpleNamespace(device=args.device))
         data = read_data(args.test, model, held_out=0.)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
 from timm.data import create_transform, resolve_input_data_config
+from timm.models import get_model_input_config
 from timm.utils import unwrap_model
 from torch import Tensor
 from torchvision.transforms.v2.functional import center_crop, normalize
@@ -23,8 +24,9 @@ def data_config(model: Any) -> dict[str, Any]:
     """timm's settings for the images of a model: size [C, H, W], mean, std, interpolation and crop."""
     model = unwrap_model(model)  # timm asks for a model's truth value, which a compiled one does not have
     cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
-    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None)  # pretrained_cfg may have an older one
-    return {**cfg, 'input_size': (model.in_chans, *(size or cfg['input_size'][1:]))}
+    channels, *size = get_model_input_config(model)['input_size']  # pretrained_cfg may have an older one
+    size = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size  # of one not made by timm's factory
+    return {**cfg, 'input_size': (channels, *size)}
 
 
 def dtype_of(model: Any) -> torch.dtype:

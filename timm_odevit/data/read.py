@@ -67,16 +67,16 @@ def read_data(
     The source is one of
     - a folder with a sub-folder of images per class, or with train/, val/ or test/ of that kind (see `folder_parts`);
       without labels, any folder, or its train/;
-    - an .npz with uint8 images x_train and x_test [N, S, S, C] or [N, S, S]; labels y_train and y_test [N]; and maybe
-      classes, their names. Without labels, x_train is enough;
+    - an .npz with uint8 images x_train and maybe x_test [N, S, S, C] or [N, S, S]; labels y_train and y_test [N]; and
+      maybe classes, their names. Without labels, x_train is enough;
     - images [N, C, H, W] normalised for the model, or a pair of such and labels [N], which are not augmented;
     - a loader with a length, of batches of images or (images, labels), of which nothing is held out.
 
     Classes that are called as some of the model's get its labels. Others must be as many (without names, at most as
     many), in the same order (folders: 2 before 10, whatever the case), unless `any_classes`. If `labels` is None, they
-    are ignored where they do not fit; if False, always. `held_out` 0 evaluates a model, or trains on all; `judging` is
-    the share, of all images, of which some held out are the test images if there are none (half of a val/). `limit` is
-    the number of images of each part.
+    are ignored where they do not fit, and of a loader; if False, always. `held_out` 0 evaluates a model, or trains on
+    all; `judging` is the share, of all images, of which some held out are the test images if there are none (half of a
+    val/). `limit` is the number of images of each part.
     """
     if isinstance(source, Data):
         return source
@@ -148,7 +148,8 @@ def with_test(data: Data, source: Any, model: Any, config: DataConfig | None = N
     """With those images of another source, in any form that `read_data` takes, that would evaluate a model."""
     own = not data.labelled and data.num_classes > 0  # classes that are not the model's
     other = read_data(source, model, config, labels=data.labelled or own, held_out=0., any_classes=own)
-    if own and (other.classes != data.classes or not other.num_classes):
+    unnamed = data.labelled and data.classes and other.classes and not class_names(model)
+    if (own and not other.num_classes) or ((own or unnamed) and other.classes != data.classes):
         raise ValueError(f"'{source}' does not have the classes of the other images. Give a folder for each of them.")
     if data.labelled:
         warn_of_other_classes(model, other.classes, source)

@@ -2,6 +2,7 @@
 import hashlib
 import os
 import re
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -39,7 +40,9 @@ def read_folder(root: Path, training: bool, others: bool) -> tuple[dict[str, Par
             continue
         folder = folders[part]
         files, labels, own = files_in(folder)
-        if part == 'test' and names and own != names:  # often without labels
+        if part == 'test' and names and own != names:
+            if own[0]:  # others are without labels
+                warnings.warn(f"'{folder}' is not used: its classes are not those of the others.", stacklevel=2)
             continue
         if own[0] == '' and not (others and len(own) == 1):
             file = os.path.basename(files[labels.tolist().index(0)])
@@ -119,17 +122,19 @@ def read_npz(
     try:
         with np.load(path) as archive:  # which unpickles nothing
             labelled = labelled and not (any_classes and channels and 'y_train' not in archive)
-            for part in ('train', 'test') if labelled or 'x_test' in archive else ('train',):
+            for part in ('train', 'test') if 'x_test' in archive or 'y_test' in archive else ('train',):
                 if channels:
                     x[part] = torch.as_tensor(archive[f'x_{part}'])
                 if labelled:
-                    y[part] = torch.as_tensor(archive[f'y_{part}'])
+                    y[part] = _labels(archive[f'y_{part}'])
                 else:
                     own = None
                     with suppress(KeyError, TypeError, ValueError):  # there are none, or a pickle
-                        own = torch.as_tensor(archive[f'y_{part}'])
+                        own = _labels(archive[f'y_{part}'])
                     y[part] = groups(own, len(x[part]))
             names = archive['classes'] if labelled and 'classes' in archive else None
+    except KeyError as e:
+        raise ValueError(f"'{path}': {e.args[0]}") from e
     except Exception as e:  # a foreign file can raise anything
         raise ValueError(f"'{path}' cannot be read as .npz: {one_line(e)}") from e
     for part, images in x.items():
@@ -148,6 +153,10 @@ def read_npz(
                          f'{list(names.shape)}.')
     check_names(names.tolist(), path)
     return parts, names.tolist(), len(names)
+
+
+def _labels(array: Any) -> Tensor:
+    return torch.as_tensor(array[:, 0] if array.shape[1:] == (1,) else array)  # [N, 1]: of Keras
 
 
 def checked_labels(labels: Any, count: int, classes: int | None = None) -> Tensor:
@@ -191,13 +200,14 @@ def divided(part: Part, share: float, groups: Tensor | None = None) -> tuple[Par
 
 
 def _hash(image: Tensor | str) -> float:
-    """SHA-256 of an image in memory, or of the size of a file and its first 64 kB, as a number from 0 to 1."""
+    """SHA-256 of an image in memory, or of a file's size and first 64 kB (.bmp, .tif: all of it), from 0 to 1."""
     if isinstance(image, Tensor):
         content = image.contiguous().view(torch.uint8).numpy().tobytes()
     else:
         try:
             with open(image, 'rb') as file:
-                content = b'%d' % os.fstat(file.fileno()).st_size + file.read(2 ** 16)
+                whole = image.lower().endswith(('.bmp', '.tif', '.tiff', '.ppm'))
+                content = b'%d' % os.fstat(file.fileno()).st_size + file.read(-1 if whole else 2 ** 16)
         except OSError:  # it counts as one that cannot be read
             content = b''
     return int.from_bytes(hashlib.sha256(content).digest()[:6], 'big') / 2 ** 48

@@ -137,7 +137,7 @@ def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[
         raise ValueError(f"Cannot run '{path}': {one_line(e)}. Give a file of odevit export, as onnx (pip install "
                          'onnxruntime) or pt2.') from e
     if steps is not None and not own:
-        raise ValueError(f"'{path}' has fixed steps. Leave out --steps, or export it with --any-steps.")
+        raise ValueError(f"'{path}' has fixed steps. Leave out --steps, or export an .onnx with --any-steps.")
     if steps is not None and steps < (fewest := about.get('fewest_steps', 1)):
         raise ValueError(f"'{path}' takes at least {fewest} steps; got {steps}.")
     return run, about

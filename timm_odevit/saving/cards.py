@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
-from timm.data import resolve_model_data_config
 from torch import nn
 
 from .._version import __version__
 from ..convert.planning import count_in_words
+from ..data.preprocessing import data_config
 from ..files import cell, markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
@@ -25,9 +25,10 @@ def model_card(
     license = license or cfg.get('license')
     if not license:
         raise ValueError("The licence of these weights is not known. Give license=, such as 'apache-2.0'.")
-    if results and not (dataset and isinstance(results, list) and all('agreement' in row for row in results)):
-        raise ValueError("results must be rows of json.loads(evaluate(...).to_json()), with the name of their dataset, "
-                         "such as dataset='CIFAR-100'.")
+    if results and not (dataset and isinstance(results, list) and all(
+            isinstance(row, dict) and {'agreement', 'top1'} <= row.keys() for row in results)):
+        raise ValueError("results must be rows of json.loads(evaluate(...).to_json()), of a model with classes, with "
+                         "the name of their dataset, such as dataset='CIFAR-100'.")
     blocks = find_ode_blocks(model)
     own = blocks[0].steps if len(blocks) == 1 else None
     rows = [r for r in results if r['model'] != 'teacher']
@@ -62,7 +63,7 @@ def model_card(
         shared=count_in_words(sum(len(b.shared.phases) for b in blocks)),
         base=getattr(model, '_model_args', {}).get('base'),
         parameters=f'{count_parameters(model):,}',
-        size=' x '.join(map(str, resolve_model_data_config(model)['input_size'])),
+        size=' x '.join(map(str, data_config(model)['input_size'])),
         sections=[('Results', measured), ('How it was trained', training)],
         limits=limits, licence=_plain(license), provenance=provenance, version=__version__,
     )) + '\n'
@@ -80,5 +81,5 @@ def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Se
         steps = f"**{r['steps']}**" if r['steps'] in trained_at else cell(r['steps'])
         mark = ' (as saved)' if own and r['steps'] == own else ''
         rows.append([_plain(r['model']), steps + mark, cell(r['nfe']), f"{r['parameters']:,}",
-                     *(cell(r[key]) for key in ('top1', 'top5', 'kept', 'agreement'))])
+                     *('-' if r[key] is None else f'{r[key]:.2f}' for key in ('top1', 'top5', 'kept', 'agreement'))])
     return markdown_table(rows)

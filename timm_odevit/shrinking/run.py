@@ -1,6 +1,7 @@
 """shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
 import json
 import math
+import shutil
 import tempfile
 import time
 from dataclasses import replace
@@ -86,6 +87,8 @@ def shrink(
     find_ode_blocks(model)  # refuses what is no model
     check_unused(folder, resume, folder / RUN)
     with alone_in(folder), random_states_kept(next(model.parameters()).device):
+        for killed in (*folder.glob(f'{OWN}*/'), *folder.glob(f'files/{OWN}*/')):  # of a process that was
+            shutil.rmtree(killed, ignore_errors=True)
         began = time.perf_counter()
         torch.manual_seed(0)
         material = prepare(images, model, test, embedding)

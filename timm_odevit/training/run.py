@@ -83,11 +83,11 @@ def train(
             torch.manual_seed(recipe.seed)  # so that a new head is the same each time
             with prefixed(f"Cannot build '{recipe.model}' with {args}: "):
                 host = timm.create_model(str(recipe.model), **args).to(device)
-        labels = not recipe.embeds and (recipe.learns_labels or None)
+        labels = not recipe.embeds and (recipe.learns_labels or not getattr(host, 'num_classes', 0) or None)
         images = read_data(data, host, recipe.batches, labels=labels, limit=limit, seed=recipe.seed)
         names = list(images.classes) if images.classes else None
         if images.why and rank == 0:
-            warnings.warn(f'Labels are not used, because {images.why}', stacklevel=2)
+            warnings.warn(f'Labels are not used, because {images.why}', RuntimeWarning, stacklevel=2)
         if teacher is not None and rank == 0:
             for model in (host, teacher):
                 warn_of_other_classes(model, names, images.words['train'])
