@@ -175,7 +175,7 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     print('To evaluate it on the images that were held out:\n'
           f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
           f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g}"
-          f"{' --embedding' * (recipe.embeds or 'val_error' in history[-1])}")
+          f"{' --embedding' * ('val_top1' not in history[-1] and recipe.batches.held_out > 0)}")
     if getattr(args, 'test', None):
         model = load(f'local-dir:{best}', SimpleNamespace(device=args.device))
         data = read_data(args.test, model, held_out=0.)
