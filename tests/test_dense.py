@@ -37,3 +37,5 @@ def test_a_student_has_as_many_maps_as_its_base(tmp_path):
     for maps in (again, timm.create_model('odevit_converted', base=build.args[0], **build.keywords, features_only=True)):
         assert maps.feature_info.reduction() == base.feature_info.reduction()
         assert maps.feature_info.channels() == base.feature_info.channels()
+    with pytest.raises(ValueError, match="These weights are of other shared blocks.*change a Swin's image size after"):
+        timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True, img_size=16)

@@ -153,13 +153,12 @@ def _check_saved(variant: str, pretrained: bool, kwargs: dict[str, Any]) -> str 
 def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     """Weights as they were before 4 bits, through the base's filter, which resizes position embeddings."""
     state = unpacked(state)
-    base = _MODELS.get(base.partition('.')[0], (base,))[0]
-    base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
-    state = base_filter(state, model) if base_filter else state
     if any('.shared.' in name for name in state.keys() - model.state_dict().keys()):
         raise ValueError('These weights are of other shared blocks. Leave out ode_field, ode_phases and ode_blocks, '
                          "and change a Swin's image size after loading, by set_input_size.")
-    return state
+    base = _MODELS.get(base.partition('.')[0], (base,))[0]
+    base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
+    return base_filter(state, model) if base_filter else state
 
 
 def _build(variant: str, base: str, config: OdeConfig, /, **kwargs: Any) -> nn.Module:
