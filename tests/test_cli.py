@@ -204,7 +204,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(folder, ca
     (['benchmark', 'a', '--batch-size', '1,all'], "got '1,all'"),
     ([*CONVERT, '--metod', 'euler'], "unrecognized arguments: --metod euler. Did you mean '--method'? See odevit convert --help"),
     (['calibrate', 'a', 'b', 'c'], 'required: --teacher'), ([], 'required'),
-    (['finetune', 'a', 'b', 'c', '--epochs', '3'], 'A setting of the recipe is changed by --set, such as --set data.batch_size=32'),
+    (['finetune', 'a', 'b', 'c', '--epochs', '3'], 'A setting of the recipe? Type it as in --set data.batch_size=32. See'),
 ])
 def test_arguments(capsys, args, message):
     with pytest.raises(SystemExit) as e:
@@ -334,7 +334,7 @@ def test_an_exported_file_predicts_what_its_model_does(folder, capsys, file):
     (['calibrate', 'local-dir:student', 'flat', 'out', *T, '--epochs', '1'], 'saved out'),
     (['evaluate', 'local-dir:student', 'flat', '--embedding', *T], 'flat: 10 images'),
     (['evaluate', 'local-dir:student', 'flat', '--embedding', '--held-out', '0.5', *T], 'the share 0.5 held out'),
-    (['evaluate', 'local-dir:student', 'flat', '--embedding'], 'labels or a teacher are needed'),
+    (['evaluate', 'local-dir:student', 'flat', '--embedding'], 'labelled images with --held-out'),
     (['distill', 'three_blocks', 'flat', 'out', *T, *RECIPE, '--set', 'stages.1.fit.epochs=1', '--set', 'ode.phases=1'], ' --held-out 0.1 --embedding'),
     (['benchmark', 'local-dir:student', '--data', 'flat', '--rounds', '1'], '| batch 8'), (['export', 'local-dir:student', 'a.html', '--images', 'flat'], 'wrote a.html'),
     (['distill', 'embedding', 'flat', 'out', *T, *RECIPE, '--set', 'stages.0.fit.epochs=1', '--set', 'ode.phases=1'], 'saved out'),

@@ -319,7 +319,7 @@ def test_a_test_folder_is_for_the_final_number_only(vit, images, tmp_path):
     useless = read(root, vit(), judging=0.3)
     (root / 'test' / '0.png').unlink()
     (root / 'test' / 'class4').rename(tmp_path / 'rare')
-    with pytest.warns(UserWarning, match="test' is not used: its classes are not those of the others"):
+    with pytest.warns(RuntimeWarning, match="The test/ of '.*' is not used: its classes differ"):
         assert 'test' not in read(root, vit(), judging=0.3).words
     (tmp_path / 'rare').rename(root / 'test' / 'class4')
     assert 'test' not in useless.words and files(useless.test) < files(data.train) | files(data.val)

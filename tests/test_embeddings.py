@@ -228,13 +228,14 @@ def test_the_training_images_of_a_folder_are_labelled_ones(vit, tmp_path, capsys
         workers = () if args[0].endswith('.npz') else ('--workers', '0')
         assert main(['evaluate', 'local-dir:model', *args, '--quiet', *workers, '--json', 'a.json']) == 0
         return json.loads((tmp_path / 'a.json').read_text())
+    same = '--teacher', 'local-dir:model'  # without a teacher, there would be nothing to compare with
     assert rows('images')[0]['knn'] == 100 and rows('images/train', '--held-out', '0.3')[0]['knn'] is not None
-    assert rows('images/val')[0]['knn'] is None
+    assert rows('images/val', *same)[0]['knn'] is None
     (tmp_path / 'all').mkdir()
     (tmp_path / 'images' / 'train' / 'c1').rename(tmp_path / 'all' / 'c1')
-    assert rows('all', '--held-out', '0.3')[0]['knn'] is None  # of one class, there is nothing to measure
+    assert rows('all', '--held-out', '0.3', *same)[0]['knn'] is None  # of one class, there is nothing to measure
     np.savez('one.npz', x_train=np.zeros((9, 16, 16, 3), np.uint8), y_train=np.zeros(9, int), x_test=np.zeros((9, 16, 16, 3), np.uint8), y_test=np.zeros(9, int))
-    assert rows('one.npz')[0]['knn'] is None
+    assert rows('one.npz', *same)[0]['knn'] is None
     (tmp_path / 'all' / 'c1').rename(tmp_path / 'images' / 'train' / 'c1')
     (tmp_path / 'images' / 'val' / 'c2').rename(tmp_path / 'images' / 'val' / 'c3')
     capsys.readouterr()

@@ -146,5 +146,6 @@ def printable(text: str) -> bool:
 
 def suggest(word: str, allowed: Iterable[str]) -> str:
     """A sentence naming the closest allowed word, with a trailing space; empty if none is close."""
-    close = get_close_matches(word, allowed, n=1, cutoff=0.75)
+    allowed = list(allowed)
+    close = [each for each in allowed if each.startswith(word)] or get_close_matches(word, allowed, n=1, cutoff=0.75)
     return f"Did you mean '{close[0]}'? " if close else ''

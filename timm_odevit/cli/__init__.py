@@ -57,8 +57,9 @@ def main(argv: list[str] | None = None) -> int:
             setattr(args, word, unknown.pop(0))
     if unknown:
         from timm_odevit.settings import suggest
-        known = suggest(unknown[0].split('=')[0], args.options) or (
-            'set' in args) * 'A setting of the recipe is changed by --set, such as --set data.batch_size=32. '
+        known = suggest(unknown[0].split('=')[0], args.options)
+        if not known and 'set' in args and unknown[0].startswith('--'):
+            known = 'A setting of the recipe? Type it as in --set data.batch_size=32. '
         top.error(f"unrecognized arguments: {' '.join(unknown)}. {known}See odevit {args.command} --help")
     if args.command == 'script':  # its device is its own, and so are its errors
         return script(args)

@@ -65,7 +65,8 @@ def evaluate(args: Any) -> None:
     if embedding:
         others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
         if teacher is None and not others:
-            raise ValueError('Embeddings say little alone: labels or a teacher are needed. Give --teacher, or --test.')
+            raise ValueError('There is nothing to compare with. Give --teacher, or labelled images with --held-out or '
+                             '--test.')
         results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
     else:
         results = evaluate_classes(model, loader, **options)

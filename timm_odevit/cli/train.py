@@ -1,4 +1,5 @@
 """odevit shrink, finetune, distill, convert and calibrate"""
+import os
 import warnings
 from dataclasses import replace
 from filecmp import cmp
@@ -134,7 +135,7 @@ def _start(args: Any, first: str) -> Recipe | None:
               'size', 'keep', 'embedding')
     args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
     if args.command == 'shrink':
-        if torch.distributed.is_torchelastic_launched():
+        if 'TORCHELASTIC_RUN_ID' in os.environ:
             raise ValueError('odevit shrink is one process. Start it without torchrun.')
         return None
     try:
@@ -172,10 +173,12 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS)):
         print('It is as it was before training.')
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
-    print('To evaluate it on the images that were held out:\n'
-          f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
-          f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g}"
-          f"{' --embedding' * ('val_top1' not in history[-1] and recipe.batches.held_out > 0)}")
+    compared = recipe.embeds or bool(history and 'val_top1' not in history[-1])  # with a teacher's outputs
+    if named or not compared:
+        print('To evaluate it on the images that were held out:\n'
+              f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
+              f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g}"
+              f"{' --embedding' * compared}")
     if getattr(args, 'test', None):
         model = load(f'local-dir:{best}', SimpleNamespace(device=args.device))
         data = read_data(args.test, model, held_out=0.)

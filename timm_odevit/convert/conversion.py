@@ -178,7 +178,7 @@ def _rope_of_steps(model: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _on_blocks(method: str, model: Any, *args: Any, **kwargs: Any) -> None:
-    """The base's, on the blocks of all phases, also of those in which no step starts."""
+    """The base's, on the blocks of all phases, used or not."""
     hosts = [(host, ode) for host in model.modules() if isinstance(ode := host._modules.get('blocks'), OdeBlocks)]
     try:
         for host, ode in hosts:

@@ -2,6 +2,7 @@
 import hashlib
 import os
 import re
+import warnings
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -111,6 +112,8 @@ def read_data(
         parts['train'], parts['val'] = divided(parts['train'], share)
         words['val'] = f"the share {share:g} held out of training of {words['train']}"
     if judging and 'test' not in parts:
+        if labels and kind == 'folder' and 'test' in folder_parts(source):
+            warnings.warn(f"The test/ of '{source}' is not used: its classes differ.", RuntimeWarning, stacklevel=3)
         labels_of = parts['val'][1]
         parts['val'], parts['test'] = divided(parts['val'], judging if split else 0.5, torch.zeros_like(labels_of))
     if order is not None:
@@ -148,9 +151,9 @@ def with_test(data: Data, source: Any, model: Any, config: DataConfig | None = N
     """With those images of another source, in any form that `read_data` takes, that would evaluate a model."""
     own = not data.labelled and data.num_classes > 0  # classes that are not the model's
     other = read_data(source, model, config, labels=data.labelled or own, held_out=0., any_classes=own)
-    unnamed = data.labelled and data.classes and other.classes and not class_names(model)
-    if (own and not other.num_classes) or ((own or unnamed) and other.classes != data.classes):
-        raise ValueError(f"'{source}' does not have the classes of the other images. Give a folder for each of them.")
+    differ, named = other.classes != data.classes, data.classes and other.classes
+    if (own and (differ or not other.num_classes)) or (data.labelled and named and differ):
+        raise ValueError(f"'{source}' does not have the classes of the other images. Give the same, in this order.")
     if data.labelled:
         warn_of_other_classes(model, other.classes, source)
     loader, words = other.evaluated()
@@ -184,8 +187,8 @@ def _parts(
 ) -> tuple[dict[str, Part], list[str] | None, int, dict[str, str]]:
     """The parts, with labels of the data's own; the names of its classes; their number; the parts in words."""
     if kind == 'npz':
-        words = {part: f'x_{part} of {source}' for part in ('train', 'test')}
-        return *read_npz(source, getattr(model, 'in_chans', None), labelled, any_classes), words
+        found = read_npz(source, getattr(model, 'in_chans', None), labelled, any_classes)
+        return *found, {part: f'x_{part} of {source}' for part in found[0]}
     if kind == 'folder':
         folders = folder_parts(source) or {'train': source}
         words = {part: str(path) for part, path in folders.items()}

@@ -2,7 +2,6 @@
 import hashlib
 import os
 import re
-import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -40,9 +39,7 @@ def read_folder(root: Path, training: bool, others: bool) -> tuple[dict[str, Par
             continue
         folder = folders[part]
         files, labels, own = files_in(folder)
-        if part == 'test' and names and own != names:
-            if own[0]:  # others are without labels
-                warnings.warn(f"'{folder}' is not used: its classes are not those of the others.", stacklevel=2)
+        if part == 'test' and names and own != names:  # often without labels
             continue
         if own[0] == '' and not (others and len(own) == 1):
             file = os.path.basename(files[labels.tolist().index(0)])
@@ -122,7 +119,7 @@ def read_npz(
     try:
         with np.load(path) as archive:  # which unpickles nothing
             labelled = labelled and not (any_classes and channels and 'y_train' not in archive)
-            for part in ('train', 'test') if 'x_test' in archive or 'y_test' in archive else ('train',):
+            for part in ('train', 'test') if 'x_test' in archive or (labelled and 'y_test' in archive) else ('train',):
                 if channels:
                     x[part] = torch.as_tensor(archive[f'x_{part}'])
                 if labelled:
@@ -206,7 +203,7 @@ def _hash(image: Tensor | str) -> float:
     else:
         try:
             with open(image, 'rb') as file:
-                whole = image.lower().endswith(('.bmp', '.tif', '.tiff', '.ppm'))
+                whole = image.lower().endswith(('.bmp', '.tif', '.tiff'))
                 content = b'%d' % os.fstat(file.fileno()).st_size + file.read(-1 if whole else 2 ** 16)
         except OSError:  # it counts as one that cannot be read
             content = b''

@@ -129,7 +129,7 @@ class OdeBlocks(nn.Module):
     @property
     def nfe(self) -> int:
         """Field evaluations of a forward pass; for an adaptive method, of this thread's last, 0 if a hook asked for the
-        steps. Passes in which the host calls the steps (with checkpoints, forward_intermediates) do not count."""
+        steps. Passes in which the host calls the steps (checkpoints, forward_intermediates) do not count."""
         return self._counts.evaluations if self.config.adaptive else self.steps * METHODS[self.method].evaluations
 
     @property

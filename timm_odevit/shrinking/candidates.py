@@ -83,7 +83,7 @@ def _files(
     folder.mkdir(exist_ok=True)
     files: list[Any] = []
     notes, exported = list[str](), dict[int, Path | None]()
-    with tempfile.TemporaryDirectory(prefix=OWN, dir=folder) as aside:
+    with tempfile.TemporaryDirectory(prefix=f'{OWN}measure-', dir=folder) as aside:
         for candidate in chosen:
             like = next(candidate.model.parameters())
             onnx = like.device.type == 'cpu' and like.dtype == torch.float32 and all(

@@ -87,7 +87,7 @@ def shrink(
     find_ode_blocks(model)  # refuses what is no model
     check_unused(folder, resume, folder / RUN)
     with alone_in(folder), random_states_kept(next(model.parameters()).device):
-        for killed in (*folder.glob(f'{OWN}*/'), *folder.glob(f'files/{OWN}*/')):  # of a process that was
+        for killed in [*folder.rglob(f'{OWN}measure-*')]:  # of a process that was
             shutil.rmtree(killed, ignore_errors=True)
         began = time.perf_counter()
         torch.manual_seed(0)
@@ -149,7 +149,7 @@ def shrink(
 def _minutes(material: Material, folder: Path, minutes: float, began: float) -> dict[str, Any]:
     """Minutes to prepare and to measure, by measuring the original, and those trained so far."""
     at: list[float] = []
-    with tempfile.TemporaryDirectory(prefix=OWN, dir=folder) as aside:  # refuses what cannot be written
+    with tempfile.TemporaryDirectory(prefix=f'{OWN}measure-', dir=folder) as aside:  # refuses what cannot be written
         for _ in range(2):  # the first loads what it needs
             at.clear()
             measure([Candidate('original', 'original', material.model)], material.judging, material.learned.images,

@@ -83,8 +83,7 @@ def train(
             torch.manual_seed(recipe.seed)  # so that a new head is the same each time
             with prefixed(f"Cannot build '{recipe.model}' with {args}: "):
                 host = timm.create_model(str(recipe.model), **args).to(device)
-        needed = recipe.learns_labels or not getattr(host, 'num_classes', 0)
-        labels = not recipe.embeds and (needed or None)  # None: they only judge, if they fit
+        labels = not recipe.embeds and (recipe.learns_labels or None)  # None: they only judge, if they fit
         images = read_data(data, host, recipe.batches, labels=labels, limit=limit, seed=recipe.seed)
         names = list(images.classes) if images.classes else None
         if images.why and rank == 0:
