@@ -646,8 +646,7 @@ def test_an_image_is_the_same_through_every_door(vit, tmp_path, options):
     assert torch.equal(expected[3], open_image(tmp_path / 'class0' / '03.png', data_config(model)))
     exported = runpy.run_path(str(Path(__file__).parents[1] / 'examples' / 'exported.py'))
     level = 1 / 255 / min(data_config(model)['std'])
-    naflex = timm.create_model('naflexvit_base_patch16_gap', img_size=128, depth=1, embed_dim=24)  # whose config says 384
-    assert data_config(naflex)['input_size'] == (3, 128, 128)
+    assert data_config(timm.create_model('naflexvit_base_patch16_gap', img_size=128, depth=1, embed_dim=24))['input_size'] == (3, 128, 128)
     for found in (next(iter(array))[0], torch.from_numpy(exported['prepare'](pixels, data_config(model)))):
         assert (found - expected).abs().max() < 2 * level and (model(found) - model(expected)).abs().max() < 0.02  # Pillow rounds twice
 

@@ -99,7 +99,8 @@ def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
     assert found.cosine is None and found.knn is None and found.images == 12
     images = torch.cat([x for x, _ in batches()])
     assert evaluate_embeddings(vit(num_classes=0), images).results[0].images == 12
-    assert (one := evaluate_embeddings(vit(num_classes=1), images, teacher=vit(num_classes=1)).results[-1]).cosine is one.neighbours is None and one.error is not None  # the cosine of two numbers says nothing
+    one = evaluate_embeddings(vit(num_classes=1), images, teacher=vit(num_classes=1)).results[-1]
+    assert one.cosine is one.neighbours is None and one.error is not None  # the cosine of two numbers says nothing
     with pytest.raises(ValueError, match=r'images \[B, C, H, W\] and labels \[B\]; got torch.float32'):
         evaluate_embeddings(vit(num_classes=0), images, class_embeddings=torch.randn(3, 32))
 
