@@ -305,10 +305,12 @@ def test_predict_gives_json_and_no_answer_that_is_not_a_number(folder, capsys):
 
 def test_predict_takes_folders_and_goes_on_after_a_file_that_it_cannot_read(folder, capsys):
     Image.new('1', (20_000, 20_000)).save('images/c0/bomb.png')  # of absurd size
+    Image.new('L', (1, 60_000)).save('images/c0/\x1bwide.png')  # would be resized to gigabytes
     assert run('predict', 'local-dir:student', 'images', 'nowhere.jpg', 'images/c1/0.png', '--top', '1') == 2
     out, err = capsys.readouterr()
     assert [line.split(' (')[0] for line in out.splitlines()[::2]] == [f'images/c{c}/{i}.png' for c in range(3) for i in range(10)] + ['images/c1/0.png']
-    assert [line[:28] for line in err.splitlines()] == ["odevit: 'images/c0/bomb.png'", "odevit: 'nowhere.jpg' cannot", 'odevit: error: 2 of 33 image']
+    assert [line[:28] for line in err.splitlines()] == [
+        "odevit: 'images/c0/?wide.png", "odevit: 'images/c0/bomb.png'", "odevit: 'nowhere.jpg' cannot", 'odevit: error: 3 of 34 image']
 
 
 @pytest.mark.parametrize('file', ['student.pt2', 'student.onnx'])

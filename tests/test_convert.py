@@ -4,6 +4,7 @@ import pytest
 import timm
 import torch
 from conftest import reloaded, snapshot
+from timm.layers import SwiGLUPacked
 from timm.models import VisionTransformer
 from torch import nn
 from torch.nn.utils import prune
@@ -121,8 +122,9 @@ REFUSED = [
       for wrap in (lambda: nn.DataParallel(tiny()), lambda: torch.compile(tiny()))),
     (tiny, dict(phases=13), ValueError, 'phases=13: there are 12 layers. Allowed: 1 to 12.'),
     (tiny, dict(blocks=(3, 12)), ValueError, 'blocks=(3, 12): VisionTransformer has blocks 0 to 11'),
-    *((lambda norm=norm: timm.create_model('vit_tiny_patch16_224', norm_layer=norm), dict(field='lipschitz'), ValueError,
-       "cannot replace a Block of VisionTransformer: only with init='spectral' can it") for norm in ('rmsnorm', partial(nn.LayerNorm, bias=False))),
+    *((lambda part=part: timm.create_model('vit_tiny_patch16_224', **part), dict(field='lipschitz'), ValueError,
+       "cannot replace a Block of VisionTransformer: only with init='spectral' can it") for part in (
+           dict(norm_layer='rmsnorm'), dict(norm_layer=partial(nn.LayerNorm, bias=False)), dict(mlp_layer=SwiGLUPacked), dict(qk_norm=True))),
     (tiny, dict(steps=[[3]]), ValueError, 'steps must be a whole number'),
 ]
 

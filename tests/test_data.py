@@ -370,10 +370,8 @@ LAYOUTS = {  # images, and what is trained on and evaluated on: a part, or what 
     'val alone': (['val/C/0'], 'has val/ but no train/', 'val'),
     'test alone': (['test/C/0'], 'has test/ but no train/', 'test'),
     'test without classes': (['train/C/0', 'train/C/1', 'test/0'], 'train', 'images that are in no class'),
-    'val without classes': (['train/C/0', 'val/0'], 'images that are in no class', 'images that are in no class'),
     'val with an image too many': (['train/C/0', 'val/C/0', 'val/0'], 'such as 0.png', 'such as 0.png'),
     'train of folders beside a class': (['apple/0', 'train/C/0'], 'has apple/, train/: it is not clear', "such as '{root}/train'"),
-    'val of folders beside classes': (['train/0', 'apple/0', 'val/C/0'], 'it is not clear', 'it is not clear'),
     'parts or classes': (['train/0', 'val/0'], 'has train/, val/: it is not clear', "such as '{root}/train'"),
     'two names of one part': (['train/C/0', 'training/C/0'], 'has train/, training/: it is not clear', 'it is not clear'),
     'an image beside the classes': (['C/0', '0'], 'images that are in no class', 'such as 0.png'),
@@ -404,7 +402,7 @@ def test_layouts_of_folders(vit, tmp_path, layout, stray):
             with pytest.raises(ValueError) as e:
                 make()
             assert found.format(root=tmp_path) in str(e.value) and '\n' not in str(e.value)
-    if any(word in layout for word in ('parts or classes', 'beside a class', 'beside classes', 'two names')):
+    if any(word in layout for word in ('parts or classes', 'beside a class', 'two names')):
         with pytest.raises(ValueError, match='it is not clear which are parts'):
             read(tmp_path, vit(), labels=False)
     else:
@@ -459,7 +457,7 @@ def test_refuses(vit, images, tmp_path):
     root = images()
     for source, model, options, message in (
             (tmp_path / 'nowhere', vit(), {}, "There is no '.*nowhere'. Give a folder"),
-            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff\)"),
+            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .avif, .jfif\)"),
             (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' is a file"),
             (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5'),
             ([torch.randn(2, 3, 16, 16)], vit(), dict(limit=1), 'limit does not apply to a loader'),
@@ -574,9 +572,7 @@ MISFITS = {
     'labels of two axes': (dict(y_train=Y[:, None].repeat(2, 1)), {}, r'labels must be whole numbers .* torch.int64 \[4, 2\]'),
     'too few labels': (dict(y_train=Y[:3]), {}, r'got 4 images and torch.int64 \[3\]'),
     'negative labels': (dict(y_test=Y - 1), {}, 'whole numbers from 0; got torch.int64 from -1 to 2'),
-    'floats': (dict(y_train=Y / 2), {}, r'torch.float64 \[4\]'),
     'objects': (dict(y_train=np.array([Pickled()] * 4, dtype=object)), {}, "bad.npz' cannot be read as .npz: Object arrays"),
-    'text': (dict(y_train=np.array(list('abcd'))), {}, "bad.npz' cannot be read as .npz"),
     'too few names': (dict(classes=['a']), {}, 'must hold classes, a name for each label from 0 to 3; got <U1'),
     'a name for the terminal': (dict(classes=['a', 'b', '\x1b[2J', 'd', 'e']), {}, 'whose name cannot be printed'),
 }
@@ -635,7 +631,7 @@ def test_an_image_is_the_same_through_every_door(vit, tmp_path, options):
     """As a file and in an array; and as the example prepares images for exported files, by their metadata."""
     model = vit(img_size=32)
     model.pretrained_cfg = {**model.pretrained_cfg, **options}
-    rough = np.random.default_rng(0).integers(60, 200, (20, 5, 5, 3), np.uint8)
+    rough = np.random.default_rng(0).integers(0, 256, (20, 5, 5, 3), np.uint8)
     pixels = np.stack([np.asarray(Image.fromarray(image).resize((40, 40), Image.Resampling.BICUBIC)) for image in rough])
     (tmp_path / 'class0').mkdir()
     for i, image in enumerate(pixels):

@@ -205,7 +205,8 @@ def test_recipes(vit, recipe, classes, tmp_path):
     assert kept == (recipe == 'zero_shot')  # the texts need the rest as it is
 
 
-def test_a_student_of_a_classifiers_embeddings_has_no_head(vit, tmp_path, monkeypatch):
+def test_a_student_of_a_classifiers_embeddings_has_no_head(vit, images, tmp_path, monkeypatch):
+    assert without_classifiers(convert_(vit(), halting='entropy').model, vit(num_classes=0))[0](images).shape == (2, 32)
     monkeypatch.chdir(tmp_path)
     npz('d.npz')
     save_pretrained(vit(depth=6), 'teacher')  # its head has a bias

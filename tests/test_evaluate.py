@@ -25,8 +25,11 @@ def batches(data, size):
 def test_figures_are_per_image_whatever_the_batches(vit, data, size):
     model, teacher = convert_(vit()).model, vit(depth=2)
     data = data[0], torch.cat([teacher(data[0]).argmax(1)[:9], data[1][9:]])  # so that it is right now and then
-    seen = []
-    handle = model.register_forward_hook(lambda _, args, out: seen.append(len(out)))
+    seen, dtypes = [], []
+    handle = model.register_forward_hook(lambda _, args, out: seen.append(len(out)) or dtypes.append(out.dtype))
+    evaluate(model, [data], amp_dtype='bfloat16')
+    assert dtypes == [torch.bfloat16] and evaluate(copy.deepcopy(teacher).bfloat16(), data).results[0].images == 23
+    seen.clear()
     found = evaluate(model, batches(data, size), teacher=teacher)
     handle.remove()
     assert seen == [len(labels) for _, labels in batches(data, size)]  # each batch runs once

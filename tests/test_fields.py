@@ -39,9 +39,10 @@ def test_hooks_that_make_weights_are_used():
     nn.utils.spectral_norm(field.qkv)
     field(0., x, context(field)).sum().backward()
     assert field.qkv.weight_orig.grad.any() and torch.linalg.matrix_norm(field.qkv.weight, 2) < 2
-    prune.random_unstructured(field.norm1, 'weight', 0.5)
-    nn.init.zeros_(field.norm1.weight_orig), nn.init.zeros_(field.norm1.bias)
-    torch.testing.assert_close(field(0., x, context(field), 'attention'), torch.zeros_like(x))
+    for norm, part in ((field.norm1, 'attention'), (field.norm2, 'mlp')):
+        prune.random_unstructured(norm, 'weight', 0.5)
+        nn.init.zeros_(norm.weight_orig), nn.init.zeros_(norm.bias)
+        torch.testing.assert_close(field(0., x, context(field), part), torch.zeros_like(x))
 
 
 def context(field):

@@ -57,6 +57,6 @@ def test_dtype_mode_and_requires_grad_carry_over(vit, field):
     assert all(p.dtype == torch.bfloat16 and not p.requires_grad for p in model.parameters())
     assert not any(m.training for m in model.modules())
     model = vit().train()
-    model.blocks[1].requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
     convert_(model, OdeConfig(field=field))
     assert all(p.requires_grad for p in model.parameters()) and all(m.training for m in model.modules())

@@ -447,9 +447,10 @@ def test_both_trainings_share_what_is_left(model, tmp_path, monkeypatch, measure
     assert json.loads((tmp_path / 'run.json').read_text())['train'] == [pytest.approx(each)]
 
 
-@pytest.mark.parametrize('last, word', [(50., 'help'), (20.5, 'change little')])
-def test_the_outlook(model, tmp_path, last, word):
+@pytest.mark.parametrize('last, word, others, more', [(50., 'help', 100., 'would change little'), (20.5, 'change little', 93., 'may help'), (50., 'help', 5., 'would help')])
+def test_the_outlook(model, tmp_path, monkeypatch, last, word, others, more):
+    monkeypatch.setattr(Held, 'value_of', lambda self, model, values=iter([100., others]): next(values))
     (tmp_path / '1').mkdir()
     (tmp_path / '1' / 'history.json').write_text(json.dumps([{'stage': 0, 'val_top1': t} for t in (10., 20., 20., last)]))
     first, second = run._outlook(model, prepare(images(), model), tmp_path)
-    assert f'more minutes would {word}.' in first and 'for 100.0 % of others' in second
+    assert f'more minutes would {word}.' in first and f'for {others} % of others: more images {more}.' in second

@@ -25,7 +25,6 @@ from timm_odevit.cli import main
 from timm_odevit.data import read
 from timm_odevit.data.sources import taken
 from timm_odevit.ode.fields import NativeField
-from timm_odevit.training.config import LossConfig
 from timm_odevit.training.loop import Trainer
 from timm_odevit.training.recipe import PARTS, Stage, builtin_recipes
 from timm_odevit.training.stages import _names_of, adapted
@@ -95,16 +94,11 @@ def test_every_unknown_key_is_an_error(section):
 
 @pytest.mark.parametrize('bad, message', [
     (dict(stages=[]), 'stages must be a list of at least one stage'),
-    (dict(stages=['a']), "stages.0: it must hold keys and values; got 'a'"),
-    (dict(fit={}), 'stages.0: fit needs epochs'),
     (dict(fit={'epochs': 0}), 'All stages have 0 epochs, so there is nothing to train.'),
-    (dict(fit=3), 'fit must hold keys and values'),
     (dict(grad_checkpointing=1), 'grad_checkpointing must be True or False'),
     (dict(data={'prob': 0.5}), 'data.prob is the share of the batches that are mixed'),
-    (dict(seed=1.5), 'seed must be a whole number'),
     (dict(stages=[{'train': 3}]), 'stages.0: train must be a list of at least one part'),
     (dict(fit={'epochs': 1, 'amp': ['a']}), "Unknown amp '['a']'"),
-    ('stages.0.train=[]', 'stages.0: train must be a list of at least one part'),
     ('loss={exits: [0.5], exit_weight: 1, kd_weight: 0}', 'need kd_weight or task_weight'),
     ('loss={kd_weight: 0, trajectory_weight: 0}', 'All weights of the loss are 0'),
     ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[0.5]', "of shares such as '50%'"), ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
@@ -121,11 +115,9 @@ def test_refuses(bad, message):
 BOMB = 'a: &a [1, 1]\n' + '\n'.join(f'b{i}: &b{i} [{", ".join(9 * [f"*b{i - 1}" if i else "*a"])}]' for i in range(30))
 YAML = {  # what no recipe needs, and what the message holds after the name
     'a billion laughs': (BOMB, ' not valid YAML: it has the alias *a, which no recipe needs'),
-    'a list in itself': ('&a [*a]', ' it has the alias *a, which'),
     'deep lists': ('[' * 40000, ' not valid YAML: maximum recursion depth exceeded'),
     'much text': ('#' * 50001, ' has more than 50,000 characters, so it is not a recipe.'),
     'a long number': ('seed: ' + '9' * 40000, ' not valid YAML: '),
-    'a date that is none': ('seed: 2001-13-32', ' not valid YAML: month must be in 1..12'),
     'a tag': ('!!python/object/apply:os.system [ls]', ' not valid YAML: could not determine a constructor for the tag'),
     'a character that is none': ('a\0b', ' not valid YAML: unacceptable character'),
 }
@@ -160,12 +152,6 @@ def test_changes_of_what_is_not_there_and_files_that_are_no_text(tmp_path):
 def test_recipes_of_published_models_load(path):
     made = Recipe.load(path)
     assert all('kd_weight' in {**(made.loss or {}), **(stage.loss or {})} for stage in made.stages if stage.task == 'trajectory')
-
-
-def test_changes_reach_every_place():
-    made = recipe('stages.0.loss.kd_weight=0.5', 'ode.phases=3', 'fit.lr=1e-4', 'data.batch_size=null')
-    assert made.loss_of(made.stages[0]) == LossConfig(kd_weight=0.5) and made.config.phases == 3
-    assert made.fit['lr'] == 1e-4 and 'batch_size' not in made.data
 
 
 def test_a_stage_with_no_epochs_is_left_out():

@@ -27,7 +27,7 @@ def in_first_process(do: Callable[[], Any]) -> Any:
     """Call a function in the first process only; all get what it returns, and raise its OSError or ValueError."""
     rank, world = rank_and_world()
     outcome: list[Any] = [None, None]  # what it returned, what it raised
-    # others may wait long, as for a validation; NCCL's own group gives up after ten minutes
+    # NCCL's own group gives up after ten minutes
     patient: Any = dist.new_group(backend='gloo', timeout=timedelta(days=7)) if world > 1 else None
     if rank == 0:
         try:

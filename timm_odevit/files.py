@@ -49,7 +49,7 @@ def staged(folder: Path, *names: str) -> Iterator[Path]:
     """Yield an empty folder to write one file to, or two that belong together; then move them to `folder`.
 
     Each file is always complete or absent. Of two, the second is the one that readers look for first: if it changes, it
-    is absent while the first is replaced. After an exception in the block, the old files are there.
+    is absent while the first is replaced.
     """
     with locked(folder, 'save', _WAIT):
         for other in folder.glob(f'{OWN}save-*'):  # of a process that was killed
@@ -72,6 +72,7 @@ def staged(folder: Path, *names: str) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
+    path = path.resolve()  # what a link points to
     with staged(path.parent, path.name) as aside:
         (aside / path.name).write_text(text, encoding='utf-8', errors='replace')  # of names of files in no encoding
 

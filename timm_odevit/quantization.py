@@ -146,7 +146,8 @@ def _compensated(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
         for i in range(GROUP):
             code = (part[:, i] / scale[:, 0] + zero[:, 0]).round().clamp(0, 2 ** bits - 1)
             value = scale[:, 0] * (torch.where(ends[:, i], codes[:, i], code) - zero[:, 0])
-            errors[:, i] = (part[:, i] - (value / step).round() * step) / rows[i, start + i]
+            stored = (value / step).round() * step if bits == BITS else value
+            errors[:, i] = (part[:, i] - stored) / rows[i, start + i]
             part[:, i:] -= errors[:, i:i + 1] * rows[i, start + i:start + GROUP]
             part[:, i] = value
         left[:, start + GROUP:] -= errors @ rows[:, start + GROUP:]

@@ -50,7 +50,7 @@ _PUBLISHED = {
         'deit_tiny_k6_cifar10': 10},
     'deit_tiny_patch16_128': {'cifar100': 100},
 }
-_STEPS = {'deit_tiny_k12_cifar100': 12}  # of published models that have other numbers of steps than their architecture
+_STEPS = {'deit_tiny_k12_cifar100': 12}  # of published models, where not their architecture's
 
 
 def _cfg(name: str, classes: int | None = None) -> dict[str, Any]:

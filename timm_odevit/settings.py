@@ -126,9 +126,9 @@ def many(each: Check, what: str) -> Check:
     return _kept(what, lambda values: tuple(each('', value) for value in values))
 
 
-def one_line(error: BaseException) -> str:
-    """An error's message on one line, cut after 400 characters."""
-    text = ' '.join(str(error).split()).encode(errors='replace').decode() or type(error).__name__  # of names of files
+def one_line(error: BaseException | str) -> str:
+    """A message on one line that a terminal shows, cut after 400 characters."""
+    text = ''.join(c if printable(c) else '?' for c in ' '.join(str(error).split())) or type(error).__name__
     text = re.sub('^Caught .*?Error: ', '', text)  # in a worker of a loader
     text = re.sub('(("[^"]+", ){2})("[^"]+", )*"[^"]+"', r'\1...', text)  # of many keys, the first two
     return text if len(text) <= 400 else f'{text[:400]} ...'

@@ -183,9 +183,10 @@ def predict(args: Any) -> None:
         evaluations = sum(int(ode.evaluations) for ode in blocks)
         record.update(evaluations=evaluations or None, classes=classes)
         if not args.json:
-            print(f'{file} ({evaluations} evaluations)' if evaluations else file)
+            print(one_line(file) + f' ({evaluations} evaluations)' * (evaluations > 0))
             for each in classes:
-                print(f"  {100 * each['probability']:5.1f} %  {each['name'] or 'class ' + str(each['label'])}")
+                name = one_line(each['name'] or f"class {each['label']}")
+                print(f"  {100 * each['probability']:5.1f} %  {name}")
     if args.json:
         print(to_json(records), end='')
     if failed := sum('error' in record for record in records):

@@ -7,7 +7,7 @@ from timm.models import clean_state_dict, load_state_dict
 
 from timm_odevit import from_open_clip, from_transformers, save_pretrained, with_steps
 
-from ..files import OWN
+from ..files import OWN, locked
 from ..hooks import on_meta
 from ..settings import one_line, suggest
 
@@ -108,3 +108,5 @@ def refuse_existing(out: str, instead: str = 'remove it') -> None:
     path = Path(out)
     if path.is_file() or (path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir())):
         raise ValueError(f"'{out}' is not empty. Give another folder, or {instead}.")
+    with locked(path):  # can be written to
+        pass

@@ -149,7 +149,7 @@ def mixed(loader: Any, classes: int, config: DataConfig) -> Mapped:
         raise ValueError(f'Pairs of images are mixed, so batch_size must be even; got {loader.batch_size}.')
     mix = Mixup(mixup_alpha=config.mixup, cutmix_alpha=config.cutmix, label_smoothing=config.smoothing,
                 prob=config.prob if config.mixup or config.cutmix else 0., num_classes=classes)
-    return Mapped(loader, lambda images, labels: mix(images.clone(), labels % classes))
+    return Mapped(loader, lambda images, labels: mix(images, labels % classes))
 
 
 class ArrayLoader:

@@ -17,6 +17,7 @@ from torchvision.transforms.v2.functional import center_crop, normalize
 
 from ..settings import one_line, printable
 
+LONGEST = 500  # a side of an image, in lengths of the other
 _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by the number of channels
 
 
@@ -46,6 +47,8 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
             upright = ImageOps.exif_transpose(image)
             if image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM')):
                 upright = Image.fromarray((np.asarray(upright) / 257).round().astype(np.uint8))
+            if max(upright.size) > LONGEST * min(upright.size):
+                raise ValueError(f'a side is more than {LONGEST} times the other')
             if upright.mode in ('I', 'F'):
                 raise ValueError('its pixels have no known range; save it with 8 or 16 bits')
             return upright.convert(mode)

@@ -16,7 +16,7 @@ from ..hooks import described
 from ..settings import one_line
 from .preprocessing import check_labels, check_names
 
-_SUFFIXES = (*get_img_extensions(), '.webp', '.bmp', '.tif', '.tiff')
+_SUFFIXES = (*get_img_extensions(), '.webp', '.bmp', '.tif', '.tiff', '.gif', '.avif', '.jfif')
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
@@ -96,8 +96,10 @@ def _natural(name: str) -> Any:
 
 def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
     """Each folder once, with the names of its images; hidden ones do not count."""
+    def stop(error: OSError) -> None:
+        raise error
     seen = {os.path.realpath(root)}
-    for folder, folders, files in os.walk(root, followlinks=True):
+    for folder, folders, files in os.walk(root, onerror=stop, followlinks=True):
         paths = {name: os.path.join(folder, name) for name in folders if not name.startswith('.')}
         folders.clear()
         for name in sorted(paths, key=lambda name: (os.path.islink(paths[name]), name)):  # links come last

@@ -41,7 +41,7 @@ def proto(module: nn.Module, output: str, **inputs: Tensor) -> Any:
         raise ValueError(f'ONNX cannot hold this {type(module).__name__}: {one_line(e.__cause__ or e)}. '
                          'Choose .pt2.') from e
     model = program.model_proto
-    del model.graph.value_info[:]  # with what each node was in Python, they take as much as a small model's weights
+    del model.graph.value_info[:]  # as large as a small model's weights
     for node in model.graph.node:
         node.ClearField('metadata_props')
     return model

@@ -224,8 +224,6 @@ class OdeBlocks(nn.Module):
         part.t, part.readout = first.t, None
         part.before, part.after = self.before[start:], self.after[:max(stop - ahead - len(self.solver), 0)]
         part._use(config, nn.ModuleList([*self.solver][low:high]))  # the same steps, with their hooks
-        for new in (part.before, part.solver, part.after):
-            new.training = self.training
         return part
 
     def extra_repr(self) -> str:

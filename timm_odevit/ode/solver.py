@@ -1,6 +1,5 @@
 """The steps that a configuration asks for, and adaptive methods by way of torchdiffeq."""
 from collections.abc import Sequence
-from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -69,10 +68,9 @@ def solve_adaptive(
         nonlocal evaluations
         evaluations += 1
         return piece(t, x, context, '')
-    # no error estimate holds across a jump of the field: each piece between two is solved separately, with its weights
+    # no error estimate holds across a jump of the field, so each piece is solved separately
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
-    kind = x.device.type  # autocast's rounding would count as an error
-    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+    with torch.autocast(x.device.type, enabled=False):  # whose rounding would count as an error
         for start, end in pairwise([times[0], *jumps, times[-1]]):
             piece, inner = field.select(start), [t for t in times if start + _SAME < t < end - _SAME]
             inside = context._replace(weights=piece.fold())
@@ -80,7 +78,7 @@ def solve_adaptive(
             try:
                 path = torchdiffeq.odeint(
                     partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method)
-            except AssertionError as e:  # torchdiffeq raises it if the step size underflows or the state is not finite
+            except AssertionError as e:  # the step size underflows or the state is not finite
                 raise FloatingPointError(
                     f"'{config.method}' failed between t = {start:g} and {end:g} after {evaluations} evaluations: {e}. "
                     'Loosen rtol and atol, or check the field for divergence.') from e

@@ -14,7 +14,8 @@ from ..settings import one_line, printable, shown
 CONFIG, WEIGHTS = 'config.json', 'model.safetensors'
 _LARGEST = 100_000  # of a number in config.json, unless its name is below
 _RANGES = {'depth': (0, 256), 'depths': (0, 64), 'num_blocks': (0, 256), 'layers': (0, 256),
-           'num_classes': (-1, 10_000_000), 'crop_pct': (0.1, 2)}  # an image is resized to its size / crop_pct
+           'num_classes': (-1, 10_000_000), 'img_size': (1, 4096), 'input_size': (1, 4096),
+           'crop_pct': (0.1, 2)}  # an image is resized to its size / crop_pct
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 # entries that choose files, or how they are read
 CALLER = ('cache_dir', 'checkpoint_path', 'custom_load', 'hf_hub_filename', 'kwargs_filter', 'pretrained',

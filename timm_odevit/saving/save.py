@@ -70,7 +70,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = 
         save_file(weights, aside / WEIGHTS, metadata={'format': 'pt'})
         path = aside / CONFIG
         config = json.loads(path.read_text())
-        # timm reads the number of classes at the top level, and transformers reads it only there
+        # the number of classes is read at the top level
         config.update(architecture=architecture, model_args={k: v for k, v in args.items() if k != 'num_classes'})
         if names and len(names) == rebuilt.num_classes:  # otherwise they are those of an earlier head
             config['label_names'] = names

@@ -123,7 +123,7 @@ def measure(
 ) -> tuple[list[Row], list[str]]:
     """Write each candidate to a file, and measure the files on images held out, their times in turns.
 
-    4 bits are made by images that were learned from. Returns a row for each, and notes on what could not be measured.
+    Returns a row for each, and notes on what could not be measured.
     """
     files, notes = _files(chosen, learned, folder, progress)
     device = next(files[0][0].model.parameters()).device

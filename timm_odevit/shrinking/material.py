@@ -184,7 +184,7 @@ def plain_student(
 ) -> nn.Module | None:
     """A model with a few of a model's blocks, evenly spaced, and about so many parameters.
 
-    An OdeBlocks holds them, so that it is trained like any student. None if timm cannot build the model so.
+    None if timm cannot build the model so.
     """
     sites = find_stages(model)
     blocks = sites[0].blocks

@@ -38,7 +38,7 @@ from .verdict import Verdict
 EXPORTS, FILES = 5, 12  # that are measured, and 4 bits
 LEVEL = 30  # minutes, of hub/lab/minutes.md
 PART = 0.2  # of the minutes to measure, at most
-LEAST, MARGIN = 1., 1.3  # times the minutes that are needed: fewer are refused, so many are asked for
+LEAST, MARGIN = 1., 1.3  # times the minutes needed: fewer are refused; asked for
 
 
 def shrink(
@@ -209,7 +209,9 @@ def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str,
         known, others = (
             held._replace(labels=held.outputs.argmax(dim=-1), measure='agreement').value_of(student)
             for held in (material.learned, material.judging))
+        more = known - others - 5.
+        half = 1.96 * (sum(p * (100. - p) for p in (known, others)) / len(material.judging.images)) ** 0.5
         said.append(f'It gives the class of the original for {known:.1f} % of images that it learned from and for '
-                    f'{others:.1f} % of others: '
-                    f"more images would {'help' if known - others > 5 else 'change little'}.")
+                    f'{others:.1f} % of others: more images '
+                    f"{'may help' if abs(more) < half else 'would help' if more > 0 else 'would change little'}.")
     return tuple(said)

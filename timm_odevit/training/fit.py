@@ -154,7 +154,7 @@ def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
 def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
     try:
         state: dict[str, Any] = torch.load(path, map_location='cpu', weights_only=True)
-        then = {**asked, **state['settings']}  # a setting that did not exist when the file was written is unchanged
+        then = {**asked, **state['settings']}  # for settings younger than the file
         state['history'], state['plan']  # are needed, too
     except OSError:
         raise

@@ -26,8 +26,8 @@ from ..hooks import AMP_DTYPES, autocast, check_images, described
 from ..settings import one_line
 from .config import FitConfig
 
-PASSES = 10_000  # over the data in an epoch, at most, that each have an order of their own
-_SCORES = {  # by what is measured, whether more or less of it is better, and how it is said
+PASSES = 10_000  # over the data in an epoch, at most
+_SCORES = {  # whether more or less of it is better, and how it is said
     'val_top1': (1, 'top-1 {:.1f} %'), 'val_cosine': (1, 'cosine {:.4g}'), 'val_error': (-1, 'squared error {:.4g}')}
 
 

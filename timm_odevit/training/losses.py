@@ -103,10 +103,10 @@ def _follow(student: Any, images: Tensor, indices: list[Any]) -> tuple[Any, list
 def trajectory_loss(
         student: Tensor, teacher: Tensor, num_prefix_tokens: int, has_class_token: bool, weights: Sequence[float],
 ) -> Tensor:
-    """Squared error of hidden states [B, N, D], relative to the teacher's variance over the batch of all processes.
+    """Squared error of hidden states [B, N, D], relative to the variance of all the teacher's numbers in a batch.
 
     The weighted mean over class token, registers and patches, which come in this order, as far as there are any: 0 for
-    equal states, 1 for a student that explains nothing.
+    equal states; the mean over images instead of each has 0.2 to 0.8 (DeiT-tiny).
     """
     if student.shape != teacher.shape:
         raise ValueError(f'The student has states {list(student.shape)}, the teacher {list(teacher.shape)}. Build both '

@@ -55,11 +55,11 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
     prefix = prefix_tokens(student) if one else 0
     has_cls = one and has_class_token(student)
-    several, weights, least = len(odes) > 1, config.weights, [len(ode.shared.borders) + 1 for ode in odes]
+    several, weights = len(odes) > 1, config.weights
     for wrong, why in (
-            (any(k < own for ode, own in zip(odes, least, strict=True) for of in config.counts(ode.steps) or ()
-                 for k in of),
-             f'steps={config.steps}: each of the {max(least)} shared blocks needs a step. Give more of them.'),
+            (any(k < ode.fewest_steps for ode in odes for of in config.counts(ode.steps) or () for k in of),
+             f'steps={config.steps}: each of the {max(ode.fewest_steps for ode in odes)} shared blocks needs a step. '
+             'Give more of them.'),
             *((teacher is None and weights[part] > 0, f'{part}_weight needs a teacher. Give one, or set it to 0.')
               for part in ('trajectory', 'kd')),
             (weights['task'] > 0 and (config.embedding or student.num_classes == 0),

@@ -231,7 +231,7 @@ class _Loader(yaml.SafeLoader):
 
 
 _Loader.add_implicit_resolver(
-    'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$'), list('-+.0123456789'))
+    'tag:yaml.org,2002:float', re.compile(r'[-+]?(\d+(\.\d*)?|\.\d+)[eE][-+]?\d+$'), list('-+.0123456789'))
 _Loader.add_implicit_resolver('tag:yaml.org,2002:null', re.compile('None$'), ['N'])
 
 
