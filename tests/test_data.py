@@ -481,6 +481,8 @@ def test_images_are_turned_upright(tmp_path):
     exif[0x0112] = 6  # turn by 90 degrees
     Image.fromarray(np.arange(200, dtype=np.uint8).reshape(10, 20)).save(tmp_path / 'x.png', exif=exif)
     assert read_image(tmp_path / 'x.png', 'L').size == (10, 20)
+    Image.new('L', (4096, 3000)).save(tmp_path / 'x.jpg', exif=exif)
+    assert read_image(tmp_path / 'x.jpg', 'L').size == (1500, 2048)  # a large JPEG is read smaller
 
 
 def test_files_that_are_no_images_are_said_and_left_out(vit, images, caplog):

@@ -115,9 +115,6 @@ def test_bad_input(vit):
         evaluate_embeddings(student, [])
     for alone in evaluate_embeddings(student, batches(1, 1), teacher=teacher).results:
         assert alone.error is None and alone.neighbours is None and alone.cosine is not None
-    dummies = torch.utils.data.TensorDataset(torch.randn(20, 3, 16, 16), torch.zeros(20))
-    with pytest.raises(ValueError, match='shuffle=False'):
-        evaluate_embeddings(student, torch.utils.data.DataLoader(dummies, 4, shuffle=True), teacher=teacher)
     for options, message in [
             (dict(labelled=batches(1, 1)), 'at least 2 classes'), (dict(labelled=batches()), 'the images that are classified'),
             (dict(labelled=[(x, y - 1) for x, y in batches(seed=1)]), 'whole numbers from 0; got torch.int64 from -1'),

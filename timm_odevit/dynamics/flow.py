@@ -32,9 +32,10 @@ class Flow:
     head: Callable[[Tensor], Tensor] | None = None  # from the last state to the logits [B, classes]
     prefix: int = 0  # tokens that come before those of the patches
     class_token: bool = False  # whether the first of them is a class token
+    path: tuple[Tensor, ...] = ()  # the states, if they are known
 
     def states(self) -> list[Tensor]:
-        return list(accumulate(self.maps, lambda x, step: step(x), initial=self.start))
+        return list(self.path or accumulate(self.maps, lambda x, step: step(x), initial=self.start))
 
     def logits(self, state: Tensor) -> Tensor:
         if self.head is None:
@@ -68,7 +69,7 @@ def follow(model: Any, images: Any) -> Iterator[Flow]:
         maps = (partial(_call, block, *passed) for block, passed in zip(blocks, handed, strict=True))
         times = accumulate((block.h if isinstance(block, Step) else 1. for block in blocks), initial=0.)
         yield Flow(states[0], tuple(maps), tuple(times), _head(model, states[-1], logits), prefix_tokens(model),
-                   has_class_token(model))
+                   has_class_token(model), tuple(states))
 
 
 def _head(model: Any, last: Tensor, logits: Tensor) -> Callable[[Tensor], Tensor] | None:

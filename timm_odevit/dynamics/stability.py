@@ -40,7 +40,7 @@ class Exponents(PerImage):
 
 def lyapunov_exponents(
         model: Any, images: Images = None, *, count: int = 1, sweeps: int = 50, tokens: str = 'all',
-        batch_size: int = 16, seed: int = 0,
+        batch_size: int = 8, seed: int = 0,
 ) -> Exponents:
     """The leading finite-time Lyapunov exponents of a model, for each image; see `timm_odevit.dynamics`.
 
@@ -77,18 +77,20 @@ def _exponents(count: int, only_class: bool, sweeps: int, seed: int, flow: Flow)
     Q = torch.linalg.qr(first)[0].to(x).expand(B, -1, -1)
     last = residual = torch.full((B,), math.nan, dtype=torch.float64)  # on the CPU: not every device has float64
     turning = torch.ones(B, dtype=torch.bool)
+    jacobians = [*map(Jacobian, flow.maps, states)]
     for i in range(sweeps):
-        moved, growth = _forwards(flow, states, Q)
+        moved, growth = _forwards(jacobians, states, Q)
         exponents = growth.log().sum(dim=1) / T
         if i:
             residual = residual.where(~turning, (exponents - last).abs().amax(dim=1))
             turning = turning & (residual > SETTLED)  # False also for NaN
         if not turning.any():
             break
-        for step, state in zip(flow.maps[::-1], states[-2::-1], strict=True):  # back to the start
-            moved, _ = _orthogonal(_products(Jacobian(step, state).pull, state, moved))
+        for J, state in zip(jacobians[::-1], states[-2::-1], strict=True):  # back to the start
+            moved, _ = _orthogonal(_products(J.pull, state, moved))
         last, Q = exponents, torch.where(turning.to(x.device)[:, None, None], moved, Q)
-    _, growth = _forwards(flow, states, Q)
+    else:
+        _, growth = _forwards(jacobians, states, Q)
     times = flow.clock()[1:]
     elapsed = times - flow.times[0]
     good = (growth > 0).all(dim=2)  # False also for NaN
@@ -111,7 +113,8 @@ def _without_shifts(flow: Flow) -> Flow:
         missed = norms(step(before + shift) - after - shift) / norms(shift.expand_as(x))
         if (missed > (0.05 if torch.finfo(x.dtype).bits == 16 else 1e-3)).any():  # what rounding may lose
             return flow
-    return replace(flow, start=_centred(x), maps=tuple(partial(_centred, step=step) for step in flow.maps))
+    return replace(flow, start=_centred(x), path=(),
+                   maps=tuple(partial(_centred, step=step) for step in flow.maps))
 
 
 def _centred(x: Tensor, step: Callable[[Tensor], Tensor] = torch.Tensor.clone) -> Tensor:
@@ -119,12 +122,12 @@ def _centred(x: Tensor, step: Callable[[Tensor], Tensor] = torch.Tensor.clone) -
     return x - x.mean(dim=-1, keepdim=True)
 
 
-def _forwards(flow: Flow, states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
+def _forwards(jacobians: list[Jacobian], states: list[Tensor], Q: Tensor) -> tuple[Tensor, Tensor]:
     """Vectors [B, n, m] at the end, and how much each step stretched them [B, K, m]."""
     growth = []
     product = torch.eye(Q.shape[-1], dtype=torch.float64).expand(len(Q), -1, -1)
-    for step, (before, after) in zip(flow.maps, pairwise(states), strict=True):
-        moved = _products(Jacobian(step, before).push, before, Q)
+    for J, (before, after) in zip(jacobians, pairwise(states), strict=True):
+        moved = _products(J.push, before, Q)
         finite = moved.isfinite().flatten(1).all(dim=1) & after.isfinite().flatten(1).all(dim=1)
         Q, R = _orthogonal(moved)
         growth.append(R.diagonal(dim1=-2, dim2=-1).abs().where(finite.cpu()[:, None], torch.nan))

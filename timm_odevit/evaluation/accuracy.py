@@ -27,7 +27,7 @@ def evaluate(
 
     Args:
         model: [B, C, H, W] to logits [B, classes]; it does not change.
-        loader: Batches (images [B, C, H, W], labels [B]), in the same order each time, or one pair of tensors.
+        loader: Batches (images [B, C, H, W], labels [B]), which are read once, or one pair of tensors.
         steps: Step counts of an ODE-ViT; None for the model as it is.
         teacher: Model to compare with; measured first, on the same images, normalised for it.
         amp_dtype: Run under autocast in this dtype, such as 'bfloat16'.
@@ -36,7 +36,7 @@ def evaluate(
         One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,
         with a warning.
 
-    Raises ValueError if model, teacher and labels do not have the same classes, or the loader is empty or shuffled.
+    Raises ValueError if model, teacher and labels do not have the same classes, or the loader is empty.
 
     Examples:
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)

@@ -42,7 +42,7 @@ def evaluate_embeddings(
         One EmbeddingResult for the teacher, if any, and one for each step count. Embeddings that are not finite count
         as 0, and as wrong, with a warning.
 
-    Raises ImportError if `labelled` needs scikit-learn, and ValueError if the loader is empty, shuffled, or gives the
+    Raises ImportError if `labelled` needs scikit-learn, and ValueError if the loader is empty, or gives the
     labelled images, or if there are fewer class embeddings than labels.
 
     Examples:

@@ -1,5 +1,6 @@
 """Passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Generic
@@ -40,46 +41,37 @@ def passes(
         runs = [(kind, f'{count} steps', with_steps(model, count), None) for count in counts]
     if teacher is not None:
         runs.insert(0, ('teacher', 'teacher', teacher, renormalisation(model, teacher)))
-    if len(runs) > 1 and (isinstance(loader, Iterator) or isinstance(others, Iterator)):
-        raise ValueError('A generator gives its batches only once. Give a list of batches, or a DataLoader.')
-    first = None
-    for kind, name, view, normalisation in runs:
-        options = each, labels, amp_dtype, name if progress else '', normalisation
-        about, marks, *columns = _run(view, loader, *options)
-        about['model'] = kind
-        first = marks if first is None else first
-        if marks.shape != first.shape or not torch.allclose(marks, first, rtol=1e-4, atol=1e-6, equal_nan=True):
-            raise ValueError('The loader does not give the same images in the same order each time. Make it with '
-                             'shuffle=False and without augmentation.')
-        yield about, name, columns, [] if others is None else _run(view, others, *options)[2:]
+    options = runs, each, labels, amp_dtype, progress
+    found, more = _run(loader, *options), [[]] * len(runs) if others is None else _run(others, *options)
+    for (kind, name, view, _), (evaluations, columns), other in zip(runs, found, more, strict=True):
+        stages, images = find_ode_blocks(view), len(columns[0])
+        about: dict[str, Any] = dict(model=kind, steps=None, nfe=None, images=images, parameters=count_parameters(view))
+        if stages:
+            nfe = evaluations / images
+            about.update(steps=sum(ode.steps for ode in stages), nfe=(int(nfe) if nfe == int(nfe) else nfe) or None)
+        yield about, name, columns, other and other[1]
 
 
-def _run(
-        model: nn.Module, loader: Any, each: Any, labels: bool, amp_dtype: torch.dtype | None, bar: str,
-        normalisation: Any,
-) -> list[Any]:
-    """What a result says, the mean of each image [N], which shuffling would change, and the columns."""
-    stages, parameter = find_ode_blocks(model), next(model.parameters())
-    device = parameter.device
-    rows: list[Any] = []
-    evaluations = 0.
-    with evaluating(model), torch.inference_mode(), autocast(device, amp_dtype):
-        for images, truth in read_batches(loader, labels, bar=bar):
-            marks = images.float().flatten(1).mean(dim=1)
-            images = images.to(device, parameter.dtype if amp_dtype is None else images.dtype)
-            if normalisation is not None:
-                images = normalisation(images)
-            for ode in stages:
-                ode._counts.__dict__.clear()  # and so they stay if the host runs the steps one by one
-            outputs = model(images)
-            evaluations += len(images) * sum(ode.evaluations for ode in stages)
-            rows.append((marks, *each(outputs.float(), None if truth is None else truth.to(device))))
-    marks, *columns = (torch.cat(column).cpu() for column in zip(*rows, strict=True))
-    about: dict[str, Any] = dict(steps=None, nfe=None, images=len(marks), parameters=count_parameters(model))
-    if stages:
-        nfe = evaluations / len(marks)
-        about.update(steps=sum(ode.steps for ode in stages), nfe=(int(nfe) if nfe == int(nfe) else nfe) or None)
-    return [about, marks, *columns]
+def _run(loader: Any, runs: Any, each: Any, labels: bool, amp_dtype: Any, progress: bool) -> list[Any]:
+    """Of each run, evaluations and columns; every batch is read once."""
+    rows: list[Any] = [[] for _ in runs]
+    evaluations = [0.] * len(runs)
+    with ExitStack() as stack:
+        for _, _, model, _ in runs:
+            stack.enter_context(evaluating(model))
+        stack.enter_context(torch.no_grad())  # inference mode would cast shared weights at every step
+        for images, truth in read_batches(loader, labels, bar='evaluating' if progress else ''):
+            for i, (_, _, model, normalisation) in enumerate(runs):
+                parameter, stages = next(model.parameters()), find_ode_blocks(model)
+                x = images.to(parameter.device, parameter.dtype if amp_dtype is None else images.dtype)
+                for ode in stages:
+                    ode._counts.__dict__.clear()  # and so they stay if the host runs the steps one by one
+                with autocast(parameter.device, amp_dtype):
+                    outputs = model(x if normalisation is None else normalisation(x))
+                    evaluations[i] += len(x) * sum(ode.evaluations for ode in stages)
+                    rows[i].append(each(outputs.float(), None if truth is None else truth.to(x.device)))
+    return [(n, [torch.cat(column).cpu() for column in zip(*of, strict=True)])
+            for n, of in zip(evaluations, rows, strict=True)]
 
 
 @dataclass(frozen=True, kw_only=True)
