@@ -1,5 +1,6 @@
 """The steps that a configuration asks for, and adaptive methods by way of torchdiffeq."""
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import pairwise
 
@@ -70,7 +71,8 @@ def solve_adaptive(
         return piece(t, x, context, '')
     # no error estimate holds across a jump of the field, so each piece is solved separately
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
-    with torch.autocast(x.device.type, enabled=False):  # whose rounding would count as an error
+    kind = x.device.type  # autocast's rounding would count as an error
+    with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         for start, end in pairwise([times[0], *jumps, times[-1]]):
             piece, inner = field.select(start), [t for t in times if start + _SAME < t < end - _SAME]
             inside = context._replace(weights=piece.fold())
