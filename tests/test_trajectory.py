@@ -69,16 +69,16 @@ def test_jasmin_is_its_formula():
 def test_trajectory_loss_is_relative_and_weighted():
     t = torch.randn(8, 7, 16) * 5 + 2
     assert trajectory_loss(t, t, 3, True, (1, 1, 1)) == 0
-    flat = t.mean(dim=0).expand_as(t)
+    flat = t.mean().expand_as(t)
     assert trajectory_loss(flat, t, 0, False, (1, 1, 1)).item() == pytest.approx(1, rel=1e-5)
     assert trajectory_loss(10 * flat, 10 * t, 0, False, (1, 1, 1)).item() == pytest.approx(1, rel=1e-5)
     only_cls = t.clone()
     only_cls[:, 0] += 1
     whole = trajectory_loss(only_cls, t, 3, True, (0.45, 0.1, 0.45))
-    assert whole == pytest.approx(0.45 * (1 / t[:, :1].var(dim=0, correction=0).mean()).item(), rel=1e-4)
+    assert whole == pytest.approx(0.45 * (1 / t[:, :1].var(correction=0)).item(), rel=1e-4)
     assert trajectory_loss(only_cls, t, 3, True, (0, 0.1, 0.45)) == 0
     no_register = trajectory_loss(only_cls, t, 1, True, (0.45, 0.1, 0.45))
-    assert no_register == pytest.approx(0.5 * (1 / t[:, :1].var(dim=0, correction=0).mean()).item(), rel=1e-4)
+    assert no_register == pytest.approx(0.5 * (1 / t[:, :1].var(correction=0)).item(), rel=1e-4)
     with pytest.raises(ValueError, match='Build both with patch_drop_rate=0'):
         trajectory_loss(t[:, :4], t, 0, False, (1, 1, 1))
 

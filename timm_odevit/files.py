@@ -72,7 +72,7 @@ def staged(folder: Path, *names: str) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    path = path.resolve()  # what a link points to
+    path = path.resolve()  # of a link
     with staged(path.parent, path.name) as aside:
         (aside / path.name).write_text(text, encoding='utf-8', errors='replace')  # of names of files in no encoding
 

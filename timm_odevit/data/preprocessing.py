@@ -44,7 +44,7 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
     """An image file in one of Pillow's modes, turned upright, with 16 bits scaled to 8; or ValueError."""
     try:
         with Image.open(file) as image:
-            image.draft(None, (1024, 1024))  # a large JPEG is read smaller, in less time
+            image.draft(None, (1024, 1024))  # a large JPEG is read smaller
             upright = ImageOps.exif_transpose(image)
             if image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM')):
                 upright = Image.fromarray((np.asarray(upright) / 257).round().astype(np.uint8))

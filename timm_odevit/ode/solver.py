@@ -69,7 +69,7 @@ def solve_adaptive(
         nonlocal evaluations
         evaluations += 1
         return piece(t, x, context, '')
-    # no error estimate holds across a jump of the field, so each piece is solved separately
+    # no error estimate holds across a jump, so each piece is solved separately
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
     kind = x.device.type  # autocast's rounding would count as an error
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():

@@ -81,7 +81,7 @@ class LossConfig(Settings):
     Attributes:
         checkpoints: Where the teacher's layers lie in time: 'uniform', or by the 'distance' that each moves the state.
         checkpoint_temperature: Of the softmax over the distances, in units of their mean.
-        trajectory_weight: Of the squared error of the states, relative to the teacher's variance over images.
+        trajectory_weight: Of the squared error of the states, relative to the teacher's variance.
         cls_weight: Share of the class token in the trajectory loss.
         register_weight: Share of the register tokens in the trajectory loss.
         patch_weight: Share of the patch tokens in the trajectory loss.

@@ -74,7 +74,7 @@ class Stage(Settings):
         train: Names, from PARTS, of the parts of the model that learn.
         loss: Settings of LossConfig; they override the recipe's.
         fit: Settings of FitConfig; they override the recipe's.
-        scale_lr: Multiply lr by min(1, loss), with the loss of the first stage before training; a student that has
+        scale_lr: Multiply lr by min(1, 3 * loss), with the loss of the first stage before training; a student that has
             nothing to learn is left as it is.
     """
     task: str = setting('trajectory', one_of(('trajectory', 'labels')))

@@ -180,7 +180,7 @@ def calibrate_(
         images: Images [N, C, H, W], normalised for the model; or a loader, a folder or an .npz. Labels are ignored.
         minutes: None for 5.
         epochs: Instead of minutes.
-        lr: Peak learning rate (Muon). None for 1e-3 * min(1, loss), with the loss before training.
+        lr: Peak learning rate (Muon). None for 1e-3 * min(1, 3 * loss), with the loss before training.
         amp: As in FitConfig.
 
     Returns what `train` does. Raises TypeError or ValueError if model, teacher, images and settings do not fit,

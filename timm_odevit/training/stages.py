@@ -151,7 +151,7 @@ class Run:
 
     @torch.no_grad()
     def _scale_lr(self, stage: PreparedStage) -> float:
-        """The factor on the learning rates: the loss of the first stage on a few batches, at most 1."""
+        """The factor on the learning rates: three times the loss of the first stage on a few batches, at most 1."""
         if 'lr_scale' not in self.plan and any(each.scaled for each in self.stages):
             device, losses = stage.task.device, []
             random_seed(self.recipe.seed)
@@ -159,7 +159,7 @@ class Run:
                 for images, labels in islice(self.data.train, SCALING):
                     with autocast(device, AMP_DTYPES.get(stage.config.amp)):
                         losses.append(over_processes(stage.task(images.to(device), labels.to(device))['loss']))
-            self.plan['lr_scale'] = min(1., torch.stack(losses).mean().abs().item())  # JaSMin is below 0
+            self.plan['lr_scale'] = min(1., 3. * torch.stack(losses).mean().abs().item())  # JaSMin is below 0
         return self.plan.get('lr_scale', 1.)
 
     def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
