@@ -88,8 +88,6 @@ def test_the_dial(vit, images):
     with pytest.raises(ValueError, match="Unknown method 'rk5'"):
         model.blocks.method = 'rk5'
     assert model.blocks.steps == 64 and model.blocks.method == 'strang'
-    with pytest.raises(ValueError, match="field='native' is fixed at conversion; got 'lipschitz'"):
-        model.blocks.config = OdeConfig(field='lipschitz', steps=2, T=3.)
 
 
 @pytest.mark.parametrize('method', METHODS)

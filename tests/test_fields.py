@@ -106,14 +106,6 @@ def test_dropout_acts_in_training_only(rates):
     assert not torch.equal(field.train()(0., x), field(0., x))
 
 
-def test_native_field_is_the_block_in_two_parts(vit):
-    block = vit(init_values=0.1, qk_norm=True).blocks[0]
-    field, x = NativeField(block), torch.randn(2, 17, 32)
-    y = x + field(0., x, None, 'attention')
-    assert torch.equal(y + field(0., y, None, 'mlp'), block(x))
-    torch.testing.assert_close(field(0., x), field(0., x, None, 'attention') + field(0., x, None, 'mlp'))
-
-
 def test_native_attention_map(vit):
     block = vit(qk_norm=True).blocks[0]
     x, attn = torch.randn(2, 17, 32), block.attn

@@ -49,6 +49,7 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert [r['epoch'] for r in history] == [1, 2, 3, 4, 5, 6]
     assert history[-1]['loss'] < history[0]['loss'] and history[-1]['lr'] < history[1]['lr']
     assert {'trajectory_loss', 'kd_loss', 'task_loss', 'val_top1', 'val_loss', 'seconds'} <= set(history[0])
+    assert (history[0]['updates'], history[0]['amp']) == (len(loaders()[0]), None)
     without = TrajectoryDistillationTask(*pair(vit))  # labels that no part needs may be those of other classes
     assert 'task_loss' not in fit(without, [(images, labels + 500) for images, labels in loaders()[0]], epochs=1, progress=False)[0]
     assert json.loads((tmp_path / 'run' / 'history.json').read_text()) == history

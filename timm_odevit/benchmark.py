@@ -1,5 +1,6 @@
 """Time, memory and size of models, measured side by side; what `odevit benchmark` does."""
 import copy
+import os
 import platform
 import re
 import time
@@ -118,7 +119,7 @@ def times_in_turns(
     the seconds are those of the processor, in which other programs count little.
     """
     from torch.utils.benchmark import Timer  # the import looks for CUDA
-    alone = torch.get_num_threads() == 1 and not torch.accelerator.is_available()
+    alone = torch.get_num_threads() == 1 and os.name != 'nt' and not torch.accelerator.is_available()
     more: dict[str, Any] = {'timer': time.process_time} if alone else {}
     timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads(), **more) for run in runs]
     turns: list[list[float]] = []

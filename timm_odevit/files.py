@@ -2,7 +2,6 @@
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -39,9 +38,10 @@ def locked(folder: Path, name: str = 'run', wait: float = 0.) -> Iterator[None]:
         with suppress(OSError):
             if lock.is_locked:
                 os.unlink(lock.lock_file)  # before the release: afterwards it may belong to another process
+        lock.release()
+        with suppress(OSError):
             for each in made:
                 each.rmdir()  # only if it is empty
-        lock.release()
 
 
 @contextmanager
@@ -52,9 +52,9 @@ def staged(folder: Path, *names: str) -> Iterator[Path]:
     is absent while the first is replaced.
     """
     with locked(folder, 'save', _WAIT):
-        for other in folder.glob(f'{OWN}save-*'):  # of a process that was killed
-            shutil.rmtree(other, ignore_errors=True)
-        aside = Path(tempfile.mkdtemp(prefix=f'{OWN}save-', dir=folder))
+        aside = folder / f'{OWN}save'
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+        aside.mkdir()
         try:
             yield aside
             for name in names:

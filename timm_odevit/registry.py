@@ -3,7 +3,6 @@ import copy
 import json
 from contextlib import suppress
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +24,10 @@ _DEIT_128: Any = ('deit_tiny_patch16_224', dict(img_size=128))
 
 # name: base that supplies width, stem and head; arguments of the base; ode_* settings, or None for the base itself
 _MODELS: dict[str, Any] = {
-    'odevit_tiny': ('vit_tiny_patch16_224', {}, _PAPER),
+    **{f'odevit_{size}': (f'vit_{size}_patch16_224', {}, _PAPER) for size in ('tiny', 'small', 'base', 'large')},
+    **{f'odevit_{size}_patch14_reg4': (f'vit_{size}_patch14_reg4_dinov2', dict(img_size=224), _PAPER)
+       for size in ('small', 'base', 'large')},
     'odevit_tiny_patch4_32': (*_TINY_32, _PAPER),
-    'odevit_small': ('vit_small_patch16_224', {}, _PAPER),
-    'odevit_base': ('vit_base_patch16_224', {}, _PAPER),
-    'odevit_large': ('vit_large_patch16_224', {}, _PAPER),
-    'odevit_small_patch14_reg4': ('vit_small_patch14_reg4_dinov2', dict(img_size=224), _PAPER),
-    'odevit_base_patch14_reg4': ('vit_base_patch14_reg4_dinov2', dict(img_size=224), _PAPER),
-    'odevit_large_patch14_reg4': ('vit_large_patch14_reg4_dinov2', dict(img_size=224), _PAPER),
     'odevit_tiny_native_patch4_32': (*_TINY_32, {'ode_init': 'spectral', 'ode_steps': 6, 'ode_T': 6.}),
     'odevit_tiny_patch16_128': (*_DEIT_128, {**_PAPER, 'ode_steps': 6}),
     'odevit_tiny_native_patch16_128': (*_DEIT_128, {'ode_steps': 6}),
@@ -157,7 +152,7 @@ def _filter(base: str, state: dict[str, Any], model: nn.Module) -> dict[str, Any
         raise ValueError('These weights are of other shared blocks. Leave out ode_field, ode_phases and ode_blocks, '
                          "and change a Swin's image size after loading, by set_input_size.")
     base = _MODELS.get(base.partition('.')[0], (base,))[0]
-    base_filter = getattr(import_module(timm.model_entrypoint(base).__module__), 'checkpoint_filter_fn', None)
+    base_filter = timm.model_entrypoint(base).__globals__.get('checkpoint_filter_fn')
     return base_filter(state, model) if base_filter else state
 
 

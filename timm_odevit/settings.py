@@ -92,19 +92,19 @@ def integer(least: int | None, none: str = '', most: float = math.inf) -> Check:
     return _kept(f'a whole number{inside}', keep, none)
 
 
-def number(least: float = 0., most: float = math.inf, *, open: str = '', none: str = '') -> Check:
-    """A finite number from `least` to `most`, without `least` if `open` is '(', without `most` if ')', or '()'.
+def number(most: float = math.inf, *, open: str = '', none: str = '') -> Check:
+    """A finite number from 0 to `most`, without 0 if `open` is '(', without `most` if ')', or '()'.
 
     None is allowed, too, if `none` says what it stands for.
     """
-    allowed = f"a number {'above' if '(' in open else 'of at least'} {least:g}"
+    allowed = f"a number {'above' if '(' in open else 'of at least'} 0"
     if most < math.inf:
-        allowed = {'': f'a number from {least:g} to {most:g}', '()': f'a number between {least:g} and {most:g}'}.get(
+        allowed = {'': f'a number from 0 to {most:g}', '()': f'a number between 0 and {most:g}'}.get(
             open, f"{allowed} and {'below' if ')' in open else 'at most'} {most:g}")
 
     def keep(value: Any) -> float | None:
         real = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
-        inside = (least < real if '(' in open else least <= real) and (real < most if ')' in open else real <= most)
+        inside = (0 < real if '(' in open else 0 <= real) and (real < most if ')' in open else real <= most)
         return real if inside and math.isfinite(real) else None  # NaN is not inside
     return _kept(allowed, keep, none)
 

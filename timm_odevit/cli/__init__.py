@@ -69,6 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             _set_device(args)
             getattr(import_module(f'timm_odevit.cli.{args.file}'), args.command)(args)
+    except BrokenPipeError:  # of `| head`
+        os._exit(141)
     except (ValueError, TypeError, AssertionError, OSError, FloatingPointError, ImportError) as e:
         if not _is_for_the_user(e):
             raise

@@ -2,7 +2,6 @@
 import json
 import sys
 import warnings
-from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from timm_odevit import Recipe, calibrate_halting, evaluate_embeddings, export_model, push_to_hub, quantize_
+from timm_odevit import calibrate_halting, evaluate_embeddings, export_model, push_to_hub, quantize_
 from timm_odevit import evaluate as evaluate_classes
 
 from ..benchmark import benchmark as measure_speed
@@ -22,13 +21,12 @@ from ..evaluation.embeddings import without_classifiers
 from ..export.files import load_exported, metadata
 from ..files import to_json, write_text
 from ..hooks import AMP_DTYPES
-from ..ode.blocks import find_ode_blocks, the_ode
+from ..ode.blocks import find_ode_blocks
 from ..quantization import ENOUGH
 from ..saving.cards import model_card
 from ..saving.save import CARD
 from ..settings import one_line
-from ..training.config import RECIPE
-from .models import TOWERS, check_file, load, load_with_steps, refuse_existing, save
+from .models import TOWERS, check_file, load, load_with_steps, refuse_existing, save, steps_of_training
 
 
 def evaluate(args: Any) -> None:
@@ -60,7 +58,6 @@ def evaluate(args: Any) -> None:
         words += ', outputs without the head' * (model is not host)
     for each in () if embedding else (model, teacher):
         warn_of_other_classes(each, data.classes, args.data)
-    path = Path(str(model.pretrained_cfg.get('file') or '')).parent / RECIPE  # beside the weights
     options: Any = dict(steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
     if embedding:
         others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
@@ -70,9 +67,7 @@ def evaluate(args: Any) -> None:
         results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
     else:
         results = evaluate_classes(model, loader, **options)
-    results = replace(results, data=words)
-    with suppress(TypeError, ValueError):  # no recipe, or of another version; or not one sequence of blocks
-        results = replace(results, trained_at=Recipe.load(path).trained_at(the_ode(model).steps))
+    results = replace(results, data=words, trained_at=steps_of_training(model))
     print(results)
     if args.json:
         results.to_json(args.json)
@@ -85,8 +80,8 @@ def _data(args: Any, model: Any, any_classes: bool = False) -> Data:
     if getattr(args, 'test', None):
         return with_test(data, args.test, model, config)
     if data.held_out > (known := held_out_of(model) or 0.) or (known and data.val is data.test):
-        warnings.warn(f"'{args.model}' may have been trained on some of these images: it is known to have held out "
-                      f'{known:g} of its own. Give others.', RuntimeWarning, stacklevel=3)
+        warnings.warn(f"'{args.model}' may have been trained on some of these images: it held out "
+                      f"{f'{known:g}' if known else 'an unknown share'} of its own. Give others.", RuntimeWarning, 3)
     return data
 
 
@@ -164,8 +159,7 @@ def predict(args: Any) -> None:
     if about.get('num_classes', 2) < 2 or args.model.startswith(TOWERS):
         raise ValueError(f"'{args.model}' has no classes to choose from.")
     names, records = about.get('classes'), list[Any]()
-    paths = map(Path, args.image)
-    for file in [file for path in paths for file in (files_in(path)[0] if path.is_dir() else [str(path)])]:
+    for file in [file for p in map(Path, args.image) for file in (files_in(p)[0] if p.is_dir() else [str(p)])]:
         record: dict[str, Any] = {'image': file}
         records.append(record)
         try:

@@ -1,15 +1,19 @@
 """Models by name, and the folders and files that a command writes to."""
+import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import timm
 from timm.models import clean_state_dict, load_state_dict
 
-from timm_odevit import from_open_clip, from_transformers, save_pretrained, with_steps
+from timm_odevit import Recipe, from_open_clip, from_transformers, save_pretrained, with_steps
 
 from ..files import OWN, locked
 from ..hooks import on_meta
+from ..ode.blocks import the_ode
 from ..settings import one_line, suggest
+from ..training.config import RECIPE
 
 TOWERS = ('open_clip:', 'transformers:')
 
@@ -86,7 +90,18 @@ def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
 
 def load_with_steps(args: Any) -> Any:
     model = load(args.model, args)
+    asked = 'any' if getattr(args, 'any_steps', False) else args.steps
+    if asked is not None and len(known := steps_of_training(model)) == 1 and asked != known[0]:
+        warnings.warn(f"'{args.model}' was trained with K = {known[0]} alone, not {asked}.", RuntimeWarning, 2)
     return model if args.steps is None else with_steps(model, args.steps)
+
+
+def steps_of_training(model: Any) -> tuple[int, ...]:
+    """As the recipe beside its weights says, if there is one."""
+    with suppress(TypeError, ValueError):  # no recipe, or of another version; or not one sequence of blocks
+        path = Path(str(model.pretrained_cfg.get('file') or '')).parent / RECIPE
+        return Recipe.load(path).trained_at(the_ode(model).steps)
+    return ()
 
 
 def save(model: Any, out: str) -> None:
@@ -95,7 +110,8 @@ def save(model: Any, out: str) -> None:
 
 
 def say_saved(out: Any) -> None:
-    print(f"saved {out}: import timm, timm_odevit; timm.create_model('local-dir:{out}', pretrained=True)")
+    print(f"saved {out}: import timm, timm_odevit; "
+          f"timm.create_model('local-dir:{Path(out).as_posix()}', pretrained=True)")
 
 
 def check_file(file: str | None) -> None:

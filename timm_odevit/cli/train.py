@@ -49,7 +49,7 @@ def shrink(args: Any) -> None:
         found = [str(best) for name in ('student', 'plain') if (best := Path(args.out, name, BEST)).exists()]
         print(f"\nThe best so far: {', '.join(found) or 'nothing yet'}.")
         raise
-    print(f'\n{verdict}')
+    print(f'\n{verdict}\nRecommended: {args.out}/files/{verdict.smallest.file}')
 
 
 def finetune(args: Any) -> None:
@@ -66,7 +66,7 @@ def finetune(args: Any) -> None:
         recipe = Recipe.load(asked or 'finetune', args.set)
     if recipe.ode is not None or any(stage.task != 'labels' for stage in recipe.stages):
         raise ValueError('odevit finetune trains on labels alone, which this recipe does not. Use odevit distill.')
-    if recipe.model not in (None, args.started['model']):
+    if recipe.model not in (None, args.model, args.started['model']):
         raise ValueError(f"The first argument is the model, '{args.model}'. Leave out model={recipe.model}.")
     names, number = classes_of(args.data)
     if number < 2:
@@ -74,14 +74,14 @@ def finetune(args: Any) -> None:
     options = {**(recipe.model_args or {}), 'num_classes': number}
     if args.img_size is not None:
         options['img_size'] = args.img_size
-    recipe = replace(recipe, model=args.started['model'], model_args=options)
+    recipe = replace(recipe, model=args.started['model'], model_args={'pretrained': True, **options})
     torch.manual_seed(recipe.seed)  # a new head is the same each time
     student = load(args.model, args, **options)
     if args.test:
         cfg, student.pretrained_cfg = student.pretrained_cfg, {**student.pretrained_cfg, 'label_names': names}
         read_data(args.test, student, held_out=0.)  # fails now, as it would at the end
         student.pretrained_cfg = cfg
-    _train(recipe, args, student=student)
+    _train(recipe, args, student)
 
 
 def distill(args: Any) -> None:
@@ -106,7 +106,7 @@ def distill(args: Any) -> None:
     teacher = load(args.teacher, args)
     if recipe.embeds:
         student, teacher = without_classifiers(student, teacher)
-    _train(recipe, args, teacher, student)
+    _train(recipe, args, student, teacher)
 
 
 def _start(args: Any, first: str) -> Recipe | None:
@@ -153,7 +153,7 @@ def _absolute(name: str, value: Any) -> Any:
     return str(Path(value).absolute()) if is_path else value
 
 
-def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) -> None:
+def _train(recipe: Recipe, args: Any, student: Any, teacher: Any = None) -> None:
     try:
         with warnings.catch_warnings():
             if args.quiet:  # it gives accuracies
@@ -176,7 +176,7 @@ def _train(recipe: Recipe, args: Any, teacher: Any = None, student: Any = None) 
     compared = recipe.embeds or bool(history and 'val_top1' not in history[-1])  # with a teacher's outputs
     if named or not compared:
         print('To evaluate it on the images that were held out:\n'
-              f"  odevit evaluate {quote(f'local-dir:{best}')} {quote(args.data)}"
+              f"  odevit evaluate {quote(f'local-dir:{best.as_posix()}')} {quote(args.data)}"
               f"{f' --teacher {quote(named)}' if named else ''} --held-out {recipe.batches.held_out:g}"
               f"{' --embedding' * compared}")
     if getattr(args, 'test', None):

@@ -23,7 +23,8 @@ class PostNormField(NativeField):
     """Norms follow the sub-layers."""
 
     def attention(self, t, x, context):
-        return self.block.drop_path1(self.block.norm1(self.block.attn(x, **context.block_kwargs)))
+        attn = getattr(self.block, '_attn', self.block.attn)  # of Swin, with shifted windows
+        return self.block.drop_path1(self.block.norm1(attn(x, **context.block_kwargs)))
 
     def mlp(self, t, x, context):
         return self.block.drop_path2(self.block.norm2(self.block.mlp(x)))
@@ -33,7 +34,8 @@ class GammaField(NativeField):
     """A pre-norm block whose LayerScale is two parameters, or absent."""
 
     def attention(self, t, x, context):
-        y, gamma = self.block.attn(self.block.norm1(x), **context.block_kwargs), self.block.gamma_1
+        attn, gamma = getattr(self.block, '_attn', self.block.attn), getattr(self.block, 'gamma_1', None)
+        y = attn(self.block.norm1(x), **context.block_kwargs)
         return self.block.drop_path1(y if gamma is None else gamma * y)
 
     def mlp(self, t, x, context):
@@ -63,20 +65,6 @@ class SamField(NativeField):
         return window_unpartition(y, size, x.shape[1:3], padded) if size > 0 else y
 
 
-class ShiftedWindowField(GammaField):
-    """Swin's block, on a map of tokens [B, H, W, D]."""
-
-    def attention(self, t, x, context):
-        return self.block.drop_path1(self.block._attn(self.block.norm1(x)))
-
-
-class ShiftedPostNormField(PostNormField):
-    """SwinV2's block, on a map of tokens [B, H, W, D]."""
-
-    def attention(self, t, x, context):
-        return self.block.drop_path1(self.block.norm1(self.block._attn(x)))
-
-
 class WholeField(NativeField):
     """psi(x) = block(x) - x, for the unsplit methods only."""
 
@@ -100,8 +88,8 @@ FIELD_OF: dict[type[nn.Module], type[NativeField]] = {
     beit.Block: GammaField,
     eva.EvaBlock: GammaField,
     eva.EvaBlockPostNorm: PostNormField,
-    SwinTransformerBlock: ShiftedWindowField,
-    SwinTransformerV2Block: ShiftedPostNormField,
+    SwinTransformerBlock: GammaField,
+    SwinTransformerV2Block: PostNormField,
     SwinTransformerV2CrBlock: WholeField,
 }
 STAGES: dict[type[nn.Module], str] = {

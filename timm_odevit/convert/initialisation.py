@@ -43,7 +43,7 @@ def spectral_(weight: Tensor, parts: int) -> Tensor:
     nn.init.normal_(weight)
     if not weight.is_meta:
         for part in weight.chunk(parts):
-            part.div_(torch.linalg.matrix_norm(_precise(part), ord=2).to(part.dtype))
+            part.div_(torch.linalg.matrix_norm(_precise(part).cpu(), ord=2).to(part))
     return weight
 
 

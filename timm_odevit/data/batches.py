@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice, zip_longest
+from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
 
@@ -34,22 +35,22 @@ class DataConfig(Settings):
         padding: Pixels by which a crop may be shifted (.npz).
         flip: Probability of mirroring (.npz; folders: 0.5).
         reprob: Probability of erasing a part of an image.
-        workers: Processes that load images (folders); None for min(2, usable CPU cores - 1).
+        workers: Processes that load images (folders); None for min(2, usable CPU cores - 1), or 0 without fork.
         mixup: alpha of mixup; 0 for none.
         cutmix: alpha of CutMix; 0 for none.
         smoothing: Label smoothing.
         prob: Share of the batches that are mixed.
     """
     batch_size: int = setting(64, integer(1))
-    held_out: float = setting(0.1, number(0., 1., open='()'))
+    held_out: float = setting(0.1, number(1., open='()'))
     padding: int = setting(4, integer(0))
-    flip: float = setting(0.5, number(0., 1.))
-    reprob: float = setting(0., number(0., 1.))
+    flip: float = setting(0.5, number(1.))
+    reprob: float = setting(0., number(1.))
     workers: int | None = setting(None, integer(0, none='min(2, usable CPU cores - 1)'))
-    mixup: float = setting(0., number(0.))
-    cutmix: float = setting(0., number(0.))
-    smoothing: float = setting(0., number(0., 1.))
-    prob: float = setting(1., number(0., 1.))
+    mixup: float = setting(0., number())
+    cutmix: float = setting(0., number())
+    smoothing: float = setting(0., number(1.))
+    prob: float = setting(1., number(1.))
 
     def _check(self) -> None:
         if self.prob < 1 and not (self.mixup or self.cutmix):
@@ -253,5 +254,8 @@ def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int)
 
 
 def _workers(config: DataConfig) -> int:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
-    return min(2, cores - 1) if config.workers is None else config.workers
+    if config.workers is not None:
+        return config.workers
+    if get_all_start_methods()[0] != 'fork':  # a process that imports everything again takes seconds, in each epoch
+        return 0
+    return min(2, (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1) - 1)

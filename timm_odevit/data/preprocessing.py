@@ -30,6 +30,10 @@ def data_config(model: Any) -> dict[str, Any]:
     return {**cfg, 'input_size': (channels, *size)}
 
 
+def cfg_of(model: Any) -> Any:
+    return getattr(model, 'pretrained_cfg', None) or {}
+
+
 def dtype_of(model: Any) -> torch.dtype:
     return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
@@ -83,7 +87,7 @@ def preparation(model: Any) -> Callable[[Tensor], Tensor]:
 def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | None:
     """From a model's normalisation of images [B, C, H, W] to its teacher's; None if equal, or if one gives none."""
     models = [unwrap_model(each) for each in (model, teacher)]
-    if any(key not in (getattr(m, 'pretrained_cfg', None) or {}) for m in models for key in ('mean', 'std')):
+    if any(key not in cfg_of(m) for m in models for key in ('mean', 'std')):
         return None
     cfgs = list(map(resolve_input_data_config, models))
     (mean, mean_t), (std, std_t) = (
@@ -98,7 +102,7 @@ def renormalisation(model: Any, teacher: Any) -> Callable[[Tensor], Tensor] | No
 
 
 def model_name(model: Any) -> str:
-    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    cfg = cfg_of(model)
     name = cfg.get('architecture') or type(model).__name__
     tag = '' if name == 'odevit_converted' else cfg.get('tag')  # else it is that of the base
     return f'{name}.{tag}' if tag else name
@@ -118,7 +122,7 @@ def check_labels(labels: Tensor, classes: int | None = None) -> Tensor:
 
 
 def class_names(model: Any) -> list[str] | None:
-    names: Any = (getattr(model, 'pretrained_cfg', None) or {}).get('label_names')
+    names: Any = cfg_of(model).get('label_names')
     good = isinstance(names, (list, tuple)) and len(names) == model.num_classes  # timm allows other forms, too
     return list(map(str, names)) if good else None
 

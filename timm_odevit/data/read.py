@@ -16,7 +16,7 @@ from torch import Tensor
 from ..hooks import check_images
 from ..settings import one_line
 from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed, training_loader, unlabelled
-from .preprocessing import class_names, dtype_of, labels_for, preparation, warn_of_other_classes
+from .preprocessing import cfg_of, class_names, dtype_of, labels_for, preparation, warn_of_other_classes
 from .sources import Part, checked_labels, divided, files_in, folder_parts, groups, is_img, read_folder, read_npz, taken
 
 _APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
@@ -165,7 +165,7 @@ NOTE = 'held out of training, by hash: '  # a model's note of the share
 
 def held_out_of(model: Any) -> float | None:
     """The share that the training of a model held out by hash, if that is known."""
-    notes = map(str, (getattr(model, 'pretrained_cfg', None) or {}).get('notes') or ())
+    notes = map(str, cfg_of(model).get('notes') or ())
     return next((float(note[len(NOTE):]) for note in notes if re.fullmatch(NOTE + r'\d(\.\d+)?(e-\d+)?', note)), None)
 
 

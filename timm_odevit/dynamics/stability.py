@@ -147,9 +147,9 @@ def _products(product: Callable[[Tensor], Tensor], state: Tensor, Q: Tensor) -> 
 
 def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
     """An orthonormal basis of vectors [B, n, m], and the vectors in it [B, m, m], in float64 on the CPU."""
-    wide = vectors.to(torch.promote_types(vectors.dtype, torch.float32))
+    wide = vectors.cpu().to(torch.promote_types(vectors.dtype, torch.float32))
     Q, R = torch.linalg.qr(torch.nan_to_num(wide, posinf=0., neginf=0.))
-    return Q.to(vectors.dtype), R.cpu().double()
+    return Q.to(vectors), R.double()
 
 
 @dataclass(frozen=True, repr=False)
@@ -218,12 +218,11 @@ def spectral_norms(model: nn.Module) -> dict[str, float]:
     for i, block in enumerate(blocks):
         for name, module in block.named_modules():
             p = getattr(module, 'weight', None)  # as computed, if it is
-            biases = any(of in name for of in ('_pos', 'cpb_mlp'))  # they make position biases
-            if not isinstance(p, Tensor) or p.ndim != 2 or biases:
+            if not isinstance(p, Tensor) or p.ndim != 2 or '_pos' in name or 'cpb_mlp' in name:  # position biases
                 continue
             label = f'{name}.weight'.replace('.base_layer.', '.').removeprefix('block.')  # in which peft holds layers
             label = label if len(blocks) == 1 else f'blocks.{i}.{label}'
             parts = [' (queries)', ' (keys)', ' (values)'] if label.endswith('qkv.weight') else ['']
             for what, part in zip(parts, p.chunk(len(parts)), strict=True):
-                values[label + what] = float(torch.linalg.matrix_norm(part.float(), ord=2))
+                values[label + what] = float(torch.linalg.matrix_norm(part.float().cpu(), ord=2))
     return values

@@ -117,7 +117,7 @@ def calibrate_halting(
         >>> print(found)
         >>> found.apply_(student)
     """
-    max_drop = number(0., 1.)('max_drop', max_drop)
+    max_drop = number(1.)('max_drop', max_drop)
     model, blocks = unwrap_model(model), the_ode(model)  # dynamo would not see the hook
     blocks.twin().config = replace(blocks.config, halting='entropy')  # refuses what cannot halt
     rows = []  # by image, the scores after each step [B, K], and whether the answer is right [B, K]

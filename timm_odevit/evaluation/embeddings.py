@@ -130,10 +130,9 @@ def _compared(ours: Tensor, finite: Tensor, theirs: Tensor) -> dict[str, float]:
 
 def nearest(embeddings: Tensor) -> Tensor:
     """The index [N] of the other image whose embedding has the largest cosine with each image's [N, E]."""
-    unit, indices = F.normalize(embeddings, dim=-1), []
-    for rows in torch.arange(len(unit), device=unit.device).split(1024):
-        indices.append((unit[rows] @ unit.T).scatter_(1, rows[:, None], -torch.inf).argmax(dim=-1))
-    return torch.cat(indices)
+    unit = F.normalize(embeddings, dim=-1)
+    return torch.cat([(unit[rows] @ unit.T).scatter_(1, rows[:, None], -torch.inf).argmax(dim=-1)
+                      for rows in torch.arange(len(unit), device=unit.device).split(1024)])
 
 
 def knn_accuracy(embeddings: Tensor, labels: Tensor, learned: Tensor, known: Tensor) -> float:

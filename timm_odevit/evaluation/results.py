@@ -1,7 +1,7 @@
 """Passes of data sets through models, and their results: as a table, as JSON, and in a notebook."""
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic
 
@@ -138,7 +138,7 @@ class Evaluation(Generic[AnyResult]):
 
     def to_json(self, path: str | Path | None = None) -> str:
         """With null for what is not finite; also writes them to `path` if given."""
-        text = to_json([asdict(r) for r in self.results])
+        text = to_json([vars(r) | {'data': self.data} for r in self.results])
         if path is not None:
             write_text(Path(path), text)
         return text

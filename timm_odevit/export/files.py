@@ -66,7 +66,7 @@ def export_model(
              f"'{path}' exists. Give another file, or overwrite=True (--overwrite)."),
             ((int8 or bits or any_steps) and format != 'onnx',
              f'A .{format} has no int8, no other bits and fixed steps. Give a file that ends in .onnx.'),
-            (bits not in (None, 4), f'bits={bits} is not offered. Give 4, or None.'),
+            (bits not in (None, 4), f'bits={bits!r} is not offered. Give 4, or None.'),
             ((int8 or bits or any_steps) and dtype != torch.float32,
              f'int8, 4 bits and any_steps are made of float32; got {dtype}. Call model.float() first.'),
             (any_steps and (len(odes) != 1 or odes[0].config.halting),
@@ -120,7 +120,7 @@ def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[
             about = session.get_modelmeta().custom_metadata_map
             dtype = getattr(torch, session.get_inputs()[0].type[7:-1])  # of 'tensor(...)'
             if steps is not None and session.get_overridable_initializers():
-                own['steps'] = np.array(steps)
+                own['steps'] = np.array(steps, np.int64)
 
             def run(images: Tensor) -> Tensor:
                 return torch.from_numpy(session.run(None, {'images': images.to(dtype).numpy(), **own})[0])

@@ -126,21 +126,21 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
 
 
 def _insert(graph: Any, kind: str, inputs: list[str], output: str, **attributes: Any) -> None:
-    from onnx import helper
-    graph.node.insert(0, helper.make_node(kind, inputs, [output], **attributes))
+    import onnx
+    graph.node.insert(0, onnx.helper.make_node(kind, inputs, [output], **attributes))
 
 
 def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -> None:
     """Put the groups of a matrix in the place of its numbers, or of their int8."""
-    from onnx import numpy_helper
+    import onnx
     rows = torch.cat([groups.codes.T, groups.zero.T]).numpy()  # [33, groups]
     even = (0, 0), (0, len(groups.scale) % 2)  # to an even number of groups
     upper, lower = np.pad(rows, even).reshape(2, -1)
     scale = np.pad(groups.scale.numpy().T, even)
     name, transposed = tensor.name, not values.is_contiguous()
-    shape = np.array(values.shape[::-1] if transposed else values.shape)
+    shape = np.array(values.shape[::-1] if transposed else values.shape, np.int64)
     for part, array in (('pairs', upper << 4 | lower), ('scale', scale), ('shape', shape)):
-        graph.initializer.append(numpy_helper.from_array(array, f'{name}.{part}'))
+        graph.initializer.append(onnx.numpy_helper.from_array(array, f'{name}.{part}'))
     # from the last to the first, since each node goes before the others
     made = name
     if name != stem:  # int8
@@ -208,7 +208,7 @@ def _put_loops(graph: Any, bodies: list[Any], span: float, K: int) -> None:
         return output
 
     def number(name: str, value: Any) -> str:
-        graph.initializer.append(numpy_helper.from_array(np.array(value), name))
+        graph.initializer.append(numpy_helper.from_array(torch.tensor(value).numpy(), name))
         return name
     graph.input.append(info('steps', TensorProto.INT64, []))
     steps, spans = number('steps', K), number('solve.spans', len(bodies))

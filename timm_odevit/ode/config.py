@@ -1,5 +1,5 @@
 """OdeConfig: the settings that turn a stack of transformer blocks into an ODE; frozen, validated, serialisable."""
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..settings import Settings, integer, many, number, one_of, refuse_unknown, setting
@@ -73,15 +73,15 @@ class OdeConfig(Settings):
     field: str = setting('native', one_of(tuple(FIELDS)))
     method: str = setting('lie_trotter', _method)
     steps: int | tuple[int, ...] | None = setting(None, _steps)
-    T: float | None = setting(None, number(0., open='(', none='the number of converted layers'))
+    T: float | None = setting(None, number(open='(', none='the number of converted layers'))
     phases: int = setting(1, integer(1))
     init: str = setting('mean', one_of(('mean', 'spectral')))
     blocks: tuple[int, int] | None = setting(None, _blocks)
-    rtol: float = setting(1e-3, number(0., open='('))
-    atol: float = setting(1e-3, number(0., open='('))
-    tokens: float = setting(1., number(0., 1., open='('))
+    rtol: float = setting(1e-3, number(open='('))
+    atol: float = setting(1e-3, number(open='('))
+    tokens: float = setting(1., number(1., open='('))
     halting: str | None = setting(None, one_of(('entropy',), none='no halting'))
-    halting_threshold: float = setting(0., number(0.))
+    halting_threshold: float = setting(0., number())
 
     def _check(self) -> None:
         saving = 'tokens' if self.tokens < 1 else 'halting' if self.halting else ''
@@ -107,7 +107,7 @@ class OdeConfig(Settings):
 
     def to_args(self) -> dict[str, Any]:
         """The settings as `ode_*` keywords of `timm.create_model`."""
-        return {PREFIX + name: value for name, value in asdict(self).items()}
+        return {PREFIX + name: value for name, value in vars(self).items()}
 
     @classmethod
     def from_args(cls, args: dict[str, Any], caller: str) -> 'OdeConfig':

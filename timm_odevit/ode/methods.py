@@ -90,8 +90,9 @@ class LieTrotter(Step):
     order, evaluations, splits = 1, 1, True
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
-        x = torch.add(x, self.field(self.t, x, context, 'attention'), alpha=self.h)
-        return torch.add(x, self.field(self.t, x, context, 'mlp'), alpha=self.h)
+        for part in ('attention', 'mlp'):
+            x = torch.add(x, self.field(self.t, x, context, part), alpha=self.h)
+        return x
 
 
 class Strang(Step):
@@ -99,13 +100,11 @@ class Strang(Step):
     order, evaluations, splits = 2, 3, True
 
     def advance(self, x: Tensor, context: Context) -> Tensor:
-        x = self._midpoint('mlp', self.t, self.h / 2, x, context)
-        x = self._midpoint('attention', self.t, self.h, x, context)
-        return self._midpoint('mlp', self.t + self.h / 2, self.h / 2, x, context)
-
-    def _midpoint(self, part: str, t: float, h: float, x: Tensor, context: Context) -> Tensor:
-        y = torch.add(x, self.field(t, x, context, part), alpha=h / 2)
-        return torch.add(x, self.field(t + h / 2, y, context, part), alpha=h)
+        half = self.h / 2
+        for part, t, h in (('mlp', self.t, half), ('attention', self.t, self.h), ('mlp', self.t + half, half)):
+            y = torch.add(x, self.field(t, x, context, part), alpha=h / 2)
+            x = torch.add(x, self.field(t + h / 2, y, context, part), alpha=h)
+        return x
 
 
 METHODS: dict[str, type[Step]] = {

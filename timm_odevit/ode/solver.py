@@ -79,7 +79,8 @@ def solve_adaptive(
             grid = torch.tensor([start, *inner, end], dtype=x.dtype, device=x.device)
             try:
                 path = torchdiffeq.odeint(
-                    partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method)
+                    partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method,
+                    options={'dtype': x.dtype} if kind == 'mps' else None)  # which has no float64
             except AssertionError as e:  # the step size underflows or the state is not finite
                 raise FloatingPointError(
                     f"'{config.method}' failed between t = {start:g} and {end:g} after {evaluations} evaluations: {e}. "

@@ -10,7 +10,7 @@ from torch import nn
 
 from .._version import __version__
 from ..convert.planning import count_in_words
-from ..data.preprocessing import data_config
+from ..data.preprocessing import cfg_of, data_config
 from ..files import cell, markdown_table
 from ..ode.blocks import count_parameters, find_ode_blocks
 
@@ -21,7 +21,7 @@ def model_card(
         license: str | None = None, provenance: str = '',
 ) -> str:
     """Of Markdown: `name` is for `timm.create_model`, the step counts `trained_at` are bold."""
-    cfg = getattr(model, 'pretrained_cfg', None) or {}
+    cfg = cfg_of(model)
     license = license or cfg.get('license')
     if not license:
         raise ValueError("The licence of these weights is not known. Give license=, such as 'apache-2.0'.")
@@ -81,5 +81,5 @@ def _table(results: Sequence[Mapping[str, Any]], own: int | None, trained_at: Se
         steps = f"**{r['steps']}**" if r['steps'] in trained_at else cell(r['steps'])
         mark = ' (as saved)' if own and r['steps'] == own else ''
         rows.append([_plain(r['model']), steps + mark, cell(r['nfe']), f"{r['parameters']:,}",
-                     *('-' if r[key] is None else f'{r[key]:.2f}' for key in ('top1', 'top5', 'kept', 'agreement'))])
+                     *(cell(r[key]) for key in ('top1', 'top5', 'kept', 'agreement'))])
     return markdown_table(rows)

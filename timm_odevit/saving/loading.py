@@ -36,7 +36,7 @@ def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None) -> str | Non
     elif path.suffix == '.safetensors':
         where, _, revision = repo.partition('@')
         try:
-            path = Path(hf_hub_download(where, str(path), revision=revision or None, cache_dir=cache_dir))
+            path = Path(hf_hub_download(where, path.as_posix(), revision=revision or None, cache_dir=cache_dir))
         except Exception as e:
             raise OSError(f'{path} of {repo} could not be downloaded: {one_line(e)}') from e
     if path.suffix != '.safetensors' or not path.is_file():
@@ -49,7 +49,7 @@ def weights_file(cfg: dict[str, Any], cache_dir: str | Path | None) -> str | Non
         raise ValueError(f"'{path}' is not a valid safetensors file ({one_line(e)}).") from None
 
 
-def check_args(where: str, cfg: dict[str, Any], args: dict[str, Any]) -> None:
+def check_args(where: Any, cfg: dict[str, Any], args: dict[str, Any]) -> None:
     """Refuse a config.json whose `pretrained_cfg` or `model_args` would choose files, or need unbounded memory."""
     for tree in (cfg, args):
         for name, value, depth in _entries(tree):

@@ -17,7 +17,7 @@ from timm.utils import unwrap_model
 from torch import nn
 
 from ..convert.block_kinds import structure
-from ..data.preprocessing import data_config
+from ..data.preprocessing import cfg_of, data_config
 from ..files import staged
 from ..hooks import on_meta
 from ..ode.blocks import find_ode_blocks
@@ -59,12 +59,11 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = 
     if bits and not is_model_in_modules(architecture, {'registry'}):
         raise ValueError(f'timm itself loads {architecture}, and does not unpack 4 bits. convert_(model, phases=depth) '
                          'keeps all blocks and what they compute, and can be saved so.')
-    cfg = {**getattr(model, 'pretrained_cfg', {}), 'input_size': data_config(model)['input_size']}
+    cfg = {**cfg_of(model), 'input_size': data_config(model)['input_size']}
     names = cfg.pop('label_names', None)
     rebuilt.pretrained_cfg = cfg
     with staged(folder, WEIGHTS, CONFIG) as aside:
-        only_config: Any = None  # neither True nor False: timm writes no weights
-        save_for_hf(rebuilt, str(aside), safe_serialization=only_config)
+        save_for_hf(rebuilt, str(aside), safe_serialization=None)  # type: ignore[arg-type]  # writes no weights
         state = model.state_dict()
         weights = packed(state) if bits else {name: tensor.contiguous().clone() for name, tensor in state.items()}
         save_file(weights, aside / WEIGHTS, metadata={'format': 'pt'})
@@ -75,7 +74,7 @@ def save_pretrained(model: nn.Module, folder: str | Path, *, bits: int | None = 
         if names and len(names) == rebuilt.num_classes:  # otherwise they are those of an earlier head
             config['label_names'] = names
         try:
-            check_args(str(folder), {**config['pretrained_cfg'], 'label_names': config.get('label_names')}, args)
+            check_args(folder, {**config['pretrained_cfg'], 'label_names': config.get('label_names')}, args)
         except (TypeError, ValueError) as e:
             raise ValueError(f'Saved so, the model would not load again: {e}') from None
         path.write_text(json.dumps(config, indent=2) + '\n')
@@ -138,7 +137,7 @@ def save_reference(model: nn.Module, folder: Path) -> None:
 
 def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
     """The architecture and keywords with which `timm.create_model` rebuilds a model, and it on the meta device."""
-    architecture = (getattr(model, 'pretrained_cfg', None) or {}).get('architecture')
+    architecture = cfg_of(model).get('architecture')
     hint = 'Build it with timm.create_model and all its keywords, and load its weights into that.'
     if not hasattr(model, 'num_classes'):
         raise ValueError(f'This {type(model).__name__} gives features. Save the model built without features_only.')

@@ -83,10 +83,11 @@ def shrink(
     if size is not None and keep is not None:
         raise ValueError('Give a size, or the share to keep, not both.')
     if keep is not None:
-        keep = float(number(0., 1., open='()')('keep', parse_size(keep) if isinstance(keep, str) else keep))
+        keep = float(number(1., open='()')('keep', parse_size(keep) if isinstance(keep, str) else keep))
     find_ode_blocks(model)  # refuses what is no model
-    check_unused(folder, resume, folder / RUN)
-    with alone_in(folder), random_states_kept(next(model.parameters()).device):
+    like = next(model.parameters())
+    check_unused(folder / RUN, resume)
+    with alone_in(folder), random_states_kept(like.device):
         for killed in [*folder.rglob(f'{OWN}measure-*')]:  # of a process that was
             shutil.rmtree(killed, ignore_errors=True)
         began = time.perf_counter()
@@ -95,7 +96,7 @@ def shrink(
         asked = {'model sha256': hash_of(model.state_dict().values()), 'data sha256': material.data.sha256(),
                  'size': size, 'keep': keep, 'embedding': embedding}
         plan = read_run(folder)
-        check_same(str(folder), plan or asked, asked)
+        check_same(folder, plan or asked, asked)
         say(str(material))
         minutes = plan.get('minutes', 60.) if minutes is None else minutes
         config = OdeConfig.from_args(plan['ode'], 'shrink') if plan else suitable_settings(
@@ -111,11 +112,12 @@ def shrink(
         if minutes < (before := plan.get('minutes', 0.)):
             raise ValueError(f"'{folder}' was given {before:g} minutes before; got {minutes:g}. Give more.")
         if minutes != before:
+            (folder / 'verdict.json').unlink(missing_ok=True)  # of files that change
             plan.update(minutes=minutes, train=[*plan['train'], more])
         write_text(folder / RUN, to_json(plan))
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
                  f"{sum(plan['train']):.3g} to train each student, about {plan['measure']:.2g} to measure"]
-        if plain is not None and sum(plan['train']) < LEVEL and next(model.parameters()).device.type == 'cpu':
+        if plain is not None and sum(plan['train']) < LEVEL and like.device.type == 'cpu':
             about.insert(0, 'For so little time, expect a plain student that is as good as the ODE-ViT, or better: on '
                          f'CIFAR-100, they were level after {LEVEL} minutes of a CPU core each.')
         if plain is None:
@@ -133,7 +135,7 @@ def shrink(
         verdict = Verdict(
             rows=tuple(rows), measure=material.judging.measure, keep=keep or 0.95, images=len(material.judging.images),
             about=(str(material), *about, *notes), outlook=_outlook(trained['student'], material, folder / 'student'),
-            machine=f'{processor(next(model.parameters()))}, {torch.get_num_threads()} threads')
+            machine=f'{processor(like)}, {torch.get_num_threads()} threads')
         by_name = {row.name: row for row in rows}
         kept = {row.file for row, by in zip(rows, verdict.beaten, strict=True)  # none goes for its time
                 if (better := by_name.get(by, row)).mb >= row.mb and better.value <= row.value}
@@ -187,7 +189,7 @@ def _trained(
 
 def _save_best(folder: Path) -> None:
     states = [(score_of(read_run(run).get('plan', {}).get('start')), run / START) for run in folder.glob('[0-9]*')]
-    for file in sorted(folder.glob(f'*/stage*/{HISTORY}')):
+    for file in sorted(folder.glob(f'*/stage*/{HISTORY}'), key=lambda file: (int(file.parts[-3]), file)):
         states.append((max(map(score_of, json.loads(file.read_text()))), file.parent / BEST))
     copy_model(max(reversed(states), key=lambda state: state[0])[1], folder / BEST)  # the last of equal ones
 

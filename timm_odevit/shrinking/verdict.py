@@ -106,7 +106,7 @@ class Verdict:
     def _cells(self) -> list[list[str]]:
         near = self.measure == 'cosine'
         heads = ['', 'file, MB', f'{self.measure}, %', *['same nearest image, %'] * near, 'ms, batch 1',
-                 'ms per image, batch 32', '10⁶ multiply-adds', '']
+                 'ms per image, batch 32', 'million multiply-adds', '']
         lines = [[row.name, f'{row.mb:.2f}', f'{row.value:.1f} ± {row.interval:.1f}',
                   *[f'{row.neighbours:.1f}'] * near,
                   *(f'{ms:.3g}' + (off >= 0.5) * f' ± {off:.0f} %' for ms, off in zip(row.ms, row.ms_off, strict=True)),

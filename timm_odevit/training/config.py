@@ -10,8 +10,8 @@ from ..settings import Settings, flag, integer, many, number, one_of, setting
 
 LAST, BEST, START, HISTORY, RECIPE, RUN = 'last.pt', 'best', 'start', 'history.json', 'recipe.yaml', 'run.json'
 YEAR = 525_600.  # in minutes
-MINUTES = number(0., YEAR, open='(')
-_weight = number(0.)
+MINUTES = number(YEAR, open='(')
+_weight = number()
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,16 +38,16 @@ class FitConfig(Settings):
         >>> history = fit(TrajectoryDistillationTask(student, teacher), loader, config=FitConfig(epochs=10, lr=5e-4))
     """
     epochs: int | None = setting(None, integer(1, none='minutes'))
-    minutes: float | None = setting(None, number(0., YEAR, open='(', none='epochs'))
+    minutes: float | None = setting(None, number(YEAR, open='(', none='epochs'))
     opt: str = setting('muon', lambda name, value: one_of(list_optimizers())(name, value))  # also if registered later
-    lr: float = setting(1e-3, number(0.))
-    weight_decay: float = setting(0.05, number(0.))
+    lr: float = setting(1e-3, number())
+    weight_decay: float = setting(0.05, number())
     sched: str = setting('cosine', one_of(('cosine', 'step')))
-    warmup_epochs: float = setting(0, number(0.))
-    min_lr: float = setting(1e-6, number(0.))
-    clip_grad: float | None = setting(1., number(0., open='(', none='no clipping'))
+    warmup_epochs: float = setting(0, number())
+    min_lr: float = setting(1e-6, number())
+    clip_grad: float | None = setting(1., number(open='(', none='no clipping'))
     accumulate: int = setting(1, integer(1))
-    ema_decay: float | None = setting(None, number(0., 1., open=')', none='no moving average'))
+    ema_decay: float | None = setting(None, number(1., open=')', none='no moving average'))
     amp: str | None = setting(None, one_of([*filter(None, AMP_DTYPES), 'auto'], none='full precision'))
     compile: bool = setting(False, flag)
     seed: int = setting(0, integer(None))
@@ -59,7 +59,7 @@ class FitConfig(Settings):
 
 def _number_of_steps(name: str, k: Any) -> Any:
     if isinstance(k, str) and k.endswith('%'):
-        number(0., 10_000., open='(')(name, float(k[:-1]))
+        number(10_000., open='(')(name, float(k[:-1]))
         return k
     return integer(1, most=LARGEST_STEPS)(name, k)
 
@@ -105,22 +105,22 @@ class LossConfig(Settings):
         >>> task = TrajectoryDistillationTask(student, teacher, config=LossConfig(kd_weight=1., steps=(6, 12, 24)))
     """
     checkpoints: str = setting('uniform', one_of(('uniform', 'distance')))
-    checkpoint_temperature: float = setting(1., number(0., open='('))
+    checkpoint_temperature: float = setting(1., number(open='('))
     trajectory_weight: float = setting(1., _weight)
     cls_weight: float = setting(0.45, _weight)
     register_weight: float = setting(0.10, _weight)
     patch_weight: float = setting(0.45, _weight)
     steps: tuple[int | str | tuple[int | str, ...], ...] | None = setting(None, _steps)
     consistency_weight: float = setting(0., _weight)
-    patch_drop: float = setting(0., number(0., 1., open=')'))
-    corrupt: float = setting(0., number(0., 1.))
+    patch_drop: float = setting(0., number(1., open=')'))
+    corrupt: float = setting(0., number(1.))
     jasmin_weight: float = setting(0., _weight)
     kd_weight: float = setting(0.1, _weight)
-    kd_temperature: float = setting(1., number(0., open='('))
+    kd_temperature: float = setting(1., number(open='('))
     embedding: bool = setting(False, flag)
     task_weight: float = setting(0., _weight)
     exits: tuple[float, ...] = setting(
-        (), many(number(0., 1., open='()'), 'relative times between 0 and 1, such as (0.5, 0.75)'))
+        (), many(number(1., open='()'), 'relative times between 0 and 1, such as (0.5, 0.75)'))
     exit_weight: float = setting(0., _weight)
 
     def _check(self) -> None:

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import replace
 from operator import length_hint
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def fit(
     updates = count_updates(train_loader, config.accumulate)
     folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
     history: list[dict[str, float]] = []
-    asked = {**asdict(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}
+    asked = {**vars(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}
     del asked['epochs'], asked['compile']  # which may change when the run is resumed
     plan: dict[str, Any] = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
     state = None
@@ -81,7 +81,7 @@ def fit(
             if (folder / RECIPE).exists():
                 raise ValueError(f"'{folder}' holds the run of a recipe. Resume it with train (odevit distill, odevit "
                                  'finetune), or give another folder.')
-            check_unused(folder, resume, folder / LAST)
+            check_unused(folder / LAST, resume)
             if (folder / LAST).exists():
                 state = _read_state(folder / LAST, asked)
                 history, plan = state['history'], state['plan']
@@ -101,7 +101,7 @@ def fit(
         config = replace(config, epochs=plan['epochs'], minutes=None, amp=plan['amp'])
         trainer = Trainer(task, train_loader, config, plan['updates'])
         if state is not None:
-            _load_state(state, trainer, str(folder))
+            _load_state(state, trainer, folder)
             del state
         left = range(len(history), plan['epochs'])
         bar = stack.enter_context(tqdm(
@@ -126,7 +126,7 @@ def fit(
     return history
 
 
-def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
+def check_same(where: Any, then: dict[str, Any], now: dict[str, Any]) -> None:
     for name, value in now.items():
         if then.get(name) != value:
             what = (f"The {name.removesuffix(' sha256')} of the run in '{where}' is not this one's"
@@ -135,9 +135,9 @@ def check_same(where: str, then: dict[str, Any], now: dict[str, Any]) -> None:
             raise ValueError(f'{what}. Resume with what the first run had, or give another folder.')
 
 
-def check_unused(folder: Path, resume: bool, file: Path) -> None:
-    if not resume and file.exists():
-        raise ValueError(f"'{folder}' already holds a run. Pass resume=True to continue it, or give another folder.")
+def check_unused(at: Path, resume: bool) -> None:
+    if not resume and at.exists():
+        raise ValueError(f"'{at.parent}' already holds a run. Pass resume=True to continue it, or give another folder.")
 
 
 def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
@@ -160,11 +160,11 @@ def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
         raise
     except Exception as e:
         raise ValueError(f"'{path}' is not a state saved by fit(), or truncated. Delete it to start again.") from e
-    check_same(str(path), then, asked)
+    check_same(path, then, asked)
     return state
 
 
-def _load_state(state: dict[str, Any], trainer: Trainer, where: str) -> None:
+def _load_state(state: dict[str, Any], trainer: Trainer, where: Any) -> None:
     for name, module in trainer.models.items():  # all are checked before any is changed
         then, now = ({f'tensor {key}': list(value.shape) for key, value in of.items()}
                      for of in (state[name], module.state_dict()))

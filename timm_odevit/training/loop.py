@@ -64,13 +64,14 @@ class Trainer:
         self.models = models_of(task)
         self.chosen = self.models.get('ema', self.models['model'])  # is validated and saved
 
-    def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, float]:
+    def epoch(self, epoch: int, val_loader: Any, done: Callable[[], Any]) -> dict[str, Any]:
         """Train and validate; returns the record, which depends only on the seed and the state."""
         order = (self.config.seed * 10_007 + epoch) % 2 ** 31
         random_seed(order * self.world % 2 ** 31, self.rank)
         set_epoch(self.loader, order)
         started = time.perf_counter()
-        record = {'epoch': epoch + 1, **self.train(epoch, done), 'seconds': time.perf_counter() - started}
+        record = {'epoch': epoch + 1, **self.train(epoch, done), 'seconds': time.perf_counter() - started,
+                  'updates': self.updates, 'amp': self.config.amp}
         if not all(torch.isfinite(p).all() for model in self.models.values() for p in model.parameters()):
             raise FloatingPointError(
                 f'The weights are not finite after epoch {epoch + 1}. Lower lr, or use no float16.')

@@ -53,7 +53,6 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
 
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
-    prefix = prefix_tokens(student) if one else 0
     has_cls = one and has_class_token(student)
     several, weights = len(odes) > 1, config.weights
     for wrong, why in (
@@ -67,7 +66,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
             (weights['kd'] > 0 and getattr(student, 'num_classes', None) == 1 and not config.embedding,
              'kd_weight compares classes, but there is one output. Set it to 0, or embedding=True.'),
             (weights['trajectory'] and not (config.patch_weight or (has_cls and config.cls_weight) or (
-                prefix > has_cls and config.register_weight)),
+                one and prefix_tokens(student) > has_cls and config.register_weight)),
              f'patch_weight is 0, and so are the weights of the other tokens of {name}. Set it above 0.'),
             (config.patch_drop and (not one or not all(
                 isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)

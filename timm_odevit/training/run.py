@@ -14,6 +14,7 @@ import yaml
 from timm.utils import random_seed
 from torch import nn
 
+from .._version import __version__
 from ..convert.conversion import convert_
 from ..data.batches import DataConfig, Mapped, hash_of, unlabelled
 from ..data.preprocessing import warn_of_other_classes
@@ -94,13 +95,15 @@ def train(
         about = {'limit': limit, 'minutes': minutes, 'data sha256': images.sha256(), **{
             f'{name} sha256': None if model is None else hash_of(model.state_dict().values())
             for name, model in (('teacher', teacher), ('student', student))}}
-        check_same(str(folder), before or about, about)
+        check_same(folder, before or about, about)
         if recipe.ode is not None:
             host = copy.deepcopy(host).requires_grad_(True)
             torch.manual_seed(recipe.seed)
             convert_(host, recipe.config, keep_original=False)
         describe(host)  # fails now
-        run = Run(recipe, host, teacher, images, folder, {**about, 'command': command or before.get('command')})
+        run = Run(recipe, host, teacher, images, folder, {
+            **about, 'command': command or before.get('command'),
+            'versions': {'timm_odevit': __version__, 'torch': torch.__version__}})
         if recipe.grad_checkpointing:
             host.set_grad_checkpointing()
         known = held_out_of(host)  # by the training that it had
@@ -132,7 +135,7 @@ def _check_recipe(recipe: Recipe, teacher: Any, student: Any, folder: Path, resu
                          'Give --student.')
     if recipe.model is None and teacher is None and student is None:
         raise ValueError('The recipe names no model, and there is no teacher. Give --teacher, or model in the recipe.')
-    check_unused(folder, resume, folder / RECIPE)
+    check_unused(folder / RECIPE, resume)
     then, now = ({'stages': len(of.stages), **_flat(yaml.safe_load(of.to_yaml()))} for of in (
         Recipe.load(folder / RECIPE) if (folder / RECIPE).exists() else recipe, recipe))
     may_change = (f'stages.{len(recipe.stages) - 1}.fit.epochs', 'fit.epochs' if len(recipe.stages) == 1 else '',
