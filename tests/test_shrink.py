@@ -343,7 +343,7 @@ def test_command(model, tmp_path, monkeypatch, capsys, few):
     assert main(command) == 0, capsys.readouterr().err
     printed = capsys.readouterr().out
     assert 'by agreement (few: small differences mean nothing); labels are not used' in printed and '| plain, 2 blocks ' in printed
-    assert Path(printed.rstrip().rpartition('Recommended: ')[2]).is_file()
+    assert Path(printed.rstrip().rpartition('Smallest good file: ')[2]).is_file()
     assert main(command) == 2 and "'out' is not empty. Give another folder, or --resume." in capsys.readouterr().err
     assert main([*command, '--resume', '--quiet']) == main(['shrink', '--resume', 'out', '--quiet']) == 0
 

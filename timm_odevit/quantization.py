@@ -136,7 +136,7 @@ def _compensated(weight: Tensor, moments: Tensor, bits: int) -> Tensor:
         return nearest
     left = weight.flatten(1).float().clone()
     step = (nearest.flatten(1).abs().amax(1) / 64).clamp_min(1e-12)  # of int8, in which a file may compute
-    damped = (moments + (0.01 * moments.diag().mean() + 1e-8).expand(len(moments)).diag()).cpu()  # MPS may have none:
+    damped = (moments + (0.01 * moments.diag().mean() + 1e-8).expand(len(moments)).diag()).cpu()  # MPS lacks these
     inverse = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(damped)), upper=True).to(left)
     for start in range(0, len(moments), GROUP):
         part, rows = left[:, start:start + GROUP], inverse[start:start + GROUP]

@@ -49,7 +49,7 @@ def shrink(args: Any) -> None:
         found = [str(best) for name in ('student', 'plain') if (best := Path(args.out, name, BEST)).exists()]
         print(f"\nThe best so far: {', '.join(found) or 'nothing yet'}.")
         raise
-    print(f'\n{verdict}\nRecommended: {args.out}/files/{verdict.smallest.file}')
+    print(f'\n{verdict}\nSmallest good file: {args.out}/files/{verdict.smallest.file}')
 
 
 def finetune(args: Any) -> None:
