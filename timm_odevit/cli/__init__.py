@@ -70,7 +70,8 @@ def main(argv: list[str] | None = None) -> int:
             _set_device(args)
             getattr(import_module(f'timm_odevit.cli.{args.file}'), args.command)(args)
     except BrokenPipeError:  # of `| head`
-        os._exit(141)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        return 141
     except (ValueError, TypeError, AssertionError, OSError, FloatingPointError, ImportError) as e:
         if not _is_for_the_user(e):
             raise

@@ -256,6 +256,6 @@ def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int)
 def _workers(config: DataConfig) -> int:
     if config.workers is not None:
         return config.workers
-    if get_all_start_methods()[0] != 'fork':  # a process that imports everything again takes seconds, in each epoch
+    if get_all_start_methods()[0] != 'fork':  # each imports all, each epoch
         return 0
     return min(2, (len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1) - 1)

@@ -112,7 +112,8 @@ def shrink(
         if minutes < (before := plan.get('minutes', 0.)):
             raise ValueError(f"'{folder}' was given {before:g} minutes before; got {minutes:g}. Give more.")
         if minutes != before:
-            (folder / 'verdict.json').unlink(missing_ok=True)  # of files that change
+            for old in folder.glob('verdict.*'):  # of files that change
+                old.unlink()
             plan.update(minutes=minutes, train=[*plan['train'], more])
         write_text(folder / RUN, to_json(plan))
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
