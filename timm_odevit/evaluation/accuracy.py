@@ -134,7 +134,7 @@ def calibrate_halting(
             logits = torch.stack([*map(blocks.readout, blocks.trajectory(x, *args, **kwargs)[1:])], dim=1)
             answers = logits.argmax(dim=-1)
             truth = answers[:, -1] if labels is None else check_labels(labels.to(answers.device), logits.shape[-1])
-            rows.append((entropy(logits).cpu(), (answers == truth[:, None]).cpu()))
+            rows.append(((score := entropy(logits)).cpu(), ((answers == truth[:, None]) & score.isfinite()).cpu()))
     scores, right = (torch.cat(batches) for batches in zip(*rows, strict=True))
     full = right[:, -1].double().mean().item()
     best = None

@@ -80,7 +80,8 @@ def solve_adaptive(
             try:
                 path = torchdiffeq.odeint(
                     partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method,
-                    options={'dtype': x.dtype} if kind == 'mps' else None)  # which has no float64
+                    options={'step_t': grid[-1:],  # the end is a step's, for interpolation's error is not controlled
+                             'dtype': x.dtype if kind == 'mps' else torch.float64})  # MPS has none
             except AssertionError as e:  # the step size underflows or the state is not finite
                 raise FloatingPointError(
                     f"'{config.method}' failed between t = {start:g} and {end:g} after {evaluations} evaluations: {e}. "

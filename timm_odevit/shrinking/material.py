@@ -41,14 +41,14 @@ class Held(NamedTuple):
     def scores(self, outputs: Tensor) -> Tensor:
         """What is measured of each image [N]: a cosine, or whether the class is right."""
         return (F.cosine_similarity(outputs.flatten(1), self.outputs.flatten(1), dim=-1) if self.measure == 'cosine'
-                else outputs.argmax(dim=-1) == self.labels).double()
+                else (outputs.argmax(dim=-1) == self.labels) & ~outputs.isnan().any(dim=-1)).double()
 
     def interval(self, scores: Tensor) -> float:
-        """Half of the 95 % interval of the mean score; for shares, that of Agresti & Coull 1998."""
+        """How far from the mean score its 95 % interval reaches; for shares, that of Agresti & Coull 1998."""
         return self._half(scores, (1., 1., 0., 0.))
 
     def margin(self, scores: Tensor, first: Tensor) -> float:
-        """Half of that of the mean difference between two models; for shares, that of Agresti & Min 2005."""
+        """The same for the mean difference between two models; for shares, that of Agresti & Min 2005."""
         return self._half(scores - first, (0.5 ** 0.5, -0.5 ** 0.5))
 
     def neighbours(self, outputs: Tensor) -> float:
@@ -58,8 +58,8 @@ class Held(NamedTuple):
         return 100. * float((nearest(outputs.flatten(1)) == nearest(self.outputs.flatten(1))).double().mean())
 
     def _half(self, values: Tensor, more: tuple[float, ...]) -> float:
-        values = values if self.measure == 'cosine' else torch.cat([values, values.new_tensor(more)])
-        return 196. * float(values.std(correction=0)) / len(values) ** 0.5
+        of = values if self.measure == 'cosine' else torch.cat([values, values.new_tensor(more)])
+        return 196. * float(of.std(correction=0)) / len(of) ** 0.5 + 100. * abs(float(of.mean() - values.mean()))
 
     def value_of(self, model: nn.Module) -> float:
         return 100. * float(self.scores(_outputs(model, self.images)).mean())
