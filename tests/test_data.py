@@ -485,6 +485,11 @@ def test_images_are_turned_upright(tmp_path):
     assert read_image(tmp_path / 'x.png', 'L').size == (10, 20)
     Image.new('L', (4096, 3000)).save(tmp_path / 'x.jpg', exif=exif)
     assert read_image(tmp_path / 'x.jpg', 'L').size == (1500, 2048)  # a large JPEG is read smaller
+    Image.new('L', (4, 6)).save(tmp_path / 'x.png', exif=b'Exif\0\0no TIFF')
+    assert read_image(tmp_path / 'x.png', 'L').size == (4, 6)
+    Image.new('RGB', (4, 6)).save(tmp_path / 'x.eps')
+    with pytest.raises(ValueError, match='it is a program'):
+        read_image((tmp_path / 'x.eps').rename(tmp_path / '\x1b.png'), 'RGB')
 
 
 def test_files_that_are_no_images_are_said_and_left_out(vit, images, caplog):
@@ -500,7 +505,7 @@ def test_files_that_are_no_images_are_said_and_left_out(vit, images, caplog):
         loader = read(root, vit(), batch_size=4, workers=workers, held_out=0.).plain()
         labels = torch.cat([labels for _, labels in loader])
         assert labels.bincount(minlength=5).tolist() == [6, 4, 6, 6, 0]
-    assert "class1/0.png' cannot be read as an image" in caplog.text
+    assert "class1/0.png' cannot be read as an image" in caplog.text and len(caplog.records) == 8  # each file once
     data = read(root, vit(), held_out=0., batch_size=4)
     assert all(label >= 0 for _, labels in data.train for label in labels)  # another image takes the place
     assert len(data.sample('train', 99)[0]) == 22
@@ -602,7 +607,7 @@ def test_a_file_of_arrays_that_is_damaged(arrays, vit, tmp_path):
             read(tmp_path / 'cut.npz', vit())
 
 
-@pytest.mark.parametrize('name', ['گل\u200cسرخ', 'गुलाब\u200d', 'sweet\u00a0pea'])
+@pytest.mark.parametrize('name', ['گل\u200cسرخ', 'गुलाब\u200d', 'sweet\u00a0pea', '猫\u3000犬', '\u200fعربي'])
 def test_classes_may_have_joiners_and_no_break_spaces(vit, images, name):
     root = images()
     (root / 'class2').rename(root / name)

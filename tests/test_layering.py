@@ -111,5 +111,7 @@ def test_the_citation_is_of_this_version():
 
 def test_importing_needs_no_extra_and_leaves_torchdiffeq_and_the_gpu_alone():
     code = ("import sys\nfor name in ('matplotlib', 'sklearn'): sys.modules[name] = None\n"
-            "import timm_odevit, torch\nassert 'torchdiffeq' not in sys.modules\nassert not torch.cuda.is_initialized()")
+            "import timm_odevit, torch\nassert 'torchdiffeq' not in sys.modules\nassert not torch.cuda.is_initialized()\nimport timm\n"
+            "with torch.device('meta'): timm.create_model('odevit_tiny', ode_method='dopri5')\n"
+            "import torchdiffeq\ntorchdiffeq.odeint(lambda t, y: -y, torch.ones(1), torch.tensor([0., 1.]))")
     subprocess.run([sys.executable, '-c', code], check=True)

@@ -235,7 +235,8 @@ def test_an_interrupted_training_keeps_the_best_so_far_and_goes_on(model, tmp_pa
 def test_more_minutes_go_on_from_the_constant_rate_and_lose_nothing(model, tmp_path, monkeypatch, few, capsys):
     first = shrink(model, images(), tmp_path, size=0.5, minutes=M, progress=False)
     done = (tmp_path / 'student' / '1' / 'history.json').read_bytes()
-    (tmp_path / 'files' / 'of_a_verdict_without_onnx.pt2').touch()
+    (tmp_path / 'files' / 'original_of_a_verdict_without_onnx.pt2').touch()
+    (tmp_path / 'files' / 'mine.onnx').touch()
 
     def measuring(*args, **kwargs):
         assert not [*tmp_path.glob('verdict.*')]  # of files that are replaced now
@@ -254,7 +255,7 @@ def test_more_minutes_go_on_from_the_constant_rate_and_lose_nothing(model, tmp_p
     choosing = prepare(images(), model).choosing
     runs = [timm.create_model(f"local-dir:{tmp_path / 'student' / name / 'best'}", pretrained=True) for name in '12']
     assert choosing.value_of(best) == max(map(choosing.value_of, runs)) and len(found.rows) == len(first.rows)
-    assert {path.name for path in (tmp_path / 'files').iterdir()} <= {row.file for row in found.rows}
+    assert (left := {path.name for path in (tmp_path / 'files').iterdir()}) <= {'mine.onnx', *(row.file for row in found.rows)} and 'mine.onnx' in left
 
 
 @pytest.mark.parametrize('needed', [0., 0.6, 1.])

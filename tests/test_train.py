@@ -104,6 +104,7 @@ def test_every_unknown_key_is_an_error(section):
     ('loss.steps=[true]', 'steps must be a list of whole numbers'), ('loss.steps=[0.5]', "of shares such as '50%'"), ('loss.steps=[2, 3', "'loss.steps=[2, 3' is not valid YAML"),
     ('fit={minutes: 1e308}', 'minutes must be a number above 0'), ('ode={steps: 1000000000}', 'steps must be'),
     ('data.flip=7', 'data.flip must be a number from 0 to 1'), ('fit.compile=maybe', 'compile must be True or False'),
+    ('model_args={cache_dir: /x}', "'cache_dir' '/x': only the caller"), ('seed=5000000000', 'seed must be a whole number'),
     ('fit.epochs=true', 'epochs must be a whole number of at least 1, or None for minutes; got True.'),
 ])
 def test_refuses(bad, message):

@@ -141,7 +141,7 @@ def shown(value: Any) -> str:
 
 def printable(text: str) -> bool:
     """Whether text has nothing that a terminal would obey, but for lines."""
-    return re.sub('[\n\u00a0\u200c\u200d]', '', text).isprintable()
+    return re.sub('[\n\u00a0\u200c-\u200f\u3000]', '', text).isprintable()
 
 
 def suggest(word: str, allowed: Iterable[str]) -> str:

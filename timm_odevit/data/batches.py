@@ -199,7 +199,7 @@ class Files(Dataset):
     """A readable image takes the place of one that cannot be read, with its own label in training, or else -1."""
 
     def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
-        self.samples, self.training = samples, training
+        self.samples, self.training, self.bad = samples, training, set[str]()
         self.mode, self.dtype = image_mode(model.in_chans), dtype_of(model)
         self.transform: Any = create_transform(**data_config(model), is_training=False)
 
@@ -209,10 +209,13 @@ class Files(Dataset):
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
         for i in range(index, index + len(self)):
             file, label = self.samples[i % len(self)]
+            if file in self.bad:
+                continue
             try:
                 image = read_image(file, self.mode)
             except ValueError as e:
                 logging.getLogger(__name__).warning(str(e))
+                self.bad.add(file)
                 continue
             return self.transform(image).to(self.dtype), label if i == index or self.training else _UNREADABLE
         raise ValueError(f"None of the {len(self)} images can be read, such as '{self.samples[0][0]}'.")

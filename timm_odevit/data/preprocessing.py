@@ -2,6 +2,7 @@
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,8 +49,12 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
     """An image file in one of Pillow's modes, turned upright, with 16 bits scaled to 8; or ValueError."""
     try:
         with Image.open(file) as image:
+            if image.format == 'EPS':
+                raise ValueError('it is a program')
             image.draft(None, (1024, 1024))  # a large JPEG is read smaller
-            upright = ImageOps.exif_transpose(image)
+            upright: Any = image
+            with suppress(Exception):  # of damaged EXIF
+                upright = ImageOps.exif_transpose(image)
             if image.mode.startswith('I;16') or (image.mode == 'I' and image.format in ('PNG', 'PPM')):
                 upright = Image.fromarray((np.asarray(upright) / 257).round().astype(np.uint8))
             if max(upright.size) > LONGEST * min(upright.size):
@@ -58,7 +63,7 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
                 raise ValueError('its pixels have no known range; save it with 8 or 16 bits')
             return upright.convert(mode)
     except Exception as e:  # a foreign file can raise anything
-        raise ValueError(f"'{file}' cannot be read as an image: {one_line(e)}") from None
+        raise ValueError(one_line(f"'{file}' cannot be read as an image: {e}")) from None
 
 
 def open_image(file: str | Path, cfg: dict[str, Any]) -> Tensor:

@@ -2,6 +2,8 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from ..settings import Settings, integer, many, number, one_of, refuse_unknown, setting
 from .fields import FIELDS
 from .methods import METHODS
@@ -11,8 +13,9 @@ LARGEST_STEPS = 10_000  # each is a module
 
 
 def adaptive_methods() -> list[str]:
-    from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
-    from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
+    with torch.device('cpu'):  # it makes its tables when it is imported
+        from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
+        from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
     return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
 
 

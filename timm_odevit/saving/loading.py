@@ -18,7 +18,7 @@ _RANGES = {'depth': (0, 256), 'depths': (0, 64), 'num_blocks': (0, 256), 'layers
            'crop_pct': (0.1, 2)}  # an image is resized to its size / crop_pct
 _LARGEST_MODEL = 2 ** 31  # numbers in all tensors together
 # entries that choose files, or how they are read
-CALLER = ('cache_dir', 'checkpoint_path', 'custom_load', 'hf_hub_filename', 'kwargs_filter', 'pretrained',
+CALLER = ('cache_dir', 'checkpoint_path', 'custom_load', 'hf_hub_filename', 'kwargs_filter',
            'pretrained_cfg', 'pretrained_cfg_overlay', 'pretrained_filter_fn', 'pretrained_model_args',
            'pretrained_strict', 'state_dict', 'url')
 
@@ -64,7 +64,7 @@ def check_args(where: Any, cfg: dict[str, Any], args: dict[str, Any]) -> None:
                 why = 'it cannot be printed'
             else:
                 continue
-            raise ValueError(f"The config.json of '{where}' has {shown(name)} {shown(value)}: {why}.")
+            raise ValueError(f"The settings of '{where}' have {shown(name)} {shown(value)}: {why}.")
     PretrainedCfg(**cfg)  # TypeError for an unknown entry
 
 

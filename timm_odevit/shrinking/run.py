@@ -1,6 +1,7 @@
 """shrink: from a model and images to a small model, with a verdict on whether it is worth it, in a folder."""
 import json
 import math
+import re
 import shutil
 import tempfile
 import time
@@ -112,7 +113,7 @@ def shrink(
         if minutes < (before := plan.get('minutes', 0.)):
             raise ValueError(f"'{folder}' was given {before:g} minutes before; got {minutes:g}. Give more.")
         if minutes != before:
-            for old in folder.glob('verdict.*'):  # of files that change
+            for old in folder.glob('verdict.[hj]*'):  # of files that change
                 old.unlink()
             plan.update(minutes=minutes, train=[*plan['train'], more])
         write_text(folder / RUN, to_json(plan))
@@ -141,7 +142,8 @@ def shrink(
         kept = {row.file for row, by in zip(rows, verdict.beaten, strict=True)  # none goes for its time
                 if (better := by_name.get(by, row)).mb >= row.mb and better.value <= row.value}
         for path in [*(folder / 'files').iterdir()]:
-            if path.suffix in ('.onnx', '.pt2') and path.name not in kept:  # also those of an earlier verdict
+            ours = re.match('(original|plain|student)[_.].*(onnx|pt2)', path.name)
+            if ours and path.name not in kept:  # also those of an earlier verdict
                 path.unlink()
         write_text(folder / 'verdict.json', to_json(verdict.to_dict()))
         if find_spec('plotly') is not None:

@@ -10,6 +10,7 @@ import yaml
 
 from ..data.batches import DataConfig
 from ..ode.config import OdeConfig
+from ..saving.loading import check_args
 from ..settings import Check, Settings, flag, integer, many, one_line, one_of, setting, suggest
 from .config import FitConfig, LossConfig
 
@@ -117,9 +118,10 @@ class Recipe(Settings):
     fit: Section = setting(None, _section(FIT))
     stages: tuple[Stage, ...] = setting((), _stages)
     grad_checkpointing: bool = setting(False, flag)
-    seed: int = setting(0, integer(0))
+    seed: int = setting(0, integer(0, most=2 ** 31))
 
     def _check(self) -> None:  # each of these refuses what is out of range
+        check_args(self.model, {}, self.model_args or {})
         _ = self.config
         with prefixed('data.'):
             _ = self.batches
