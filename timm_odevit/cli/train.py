@@ -1,8 +1,6 @@
 """odevit shrink, finetune, distill, convert and calibrate"""
 import os
-import warnings
 from dataclasses import replace
-from filecmp import cmp
 from pathlib import Path
 from shlex import quote
 from types import SimpleNamespace
@@ -19,8 +17,7 @@ from ..data.preprocessing import warn_of_other_classes
 from ..data.read import classes_of, held_out_of, read_data
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import without_classifiers
-from ..saving.loading import WEIGHTS
-from ..training.config import BEST, RECIPE, START
+from ..training.config import BEST, RECIPE
 from ..training.stages import read_run
 from .models import TOWERS, load, refuse_existing, save, say_saved
 
@@ -155,12 +152,9 @@ def _absolute(name: str, value: Any) -> Any:
 
 def _train(recipe: Recipe, args: Any, student: Any, teacher: Any = None) -> None:
     try:
-        with warnings.catch_warnings():
-            if args.quiet:  # it gives accuracies
-                warnings.filterwarnings('ignore', 'Training ended worse')
-            history = train(
-                recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
-                limit=args.limit, command=args.started, device=args.device, progress=not args.quiet)
+        history = train(
+            recipe, args.data, args.out, teacher=teacher, student=student, minutes=args.minutes, resume=args.resume,
+            limit=args.limit, command=args.started, device=args.device, progress=not args.quiet)
         if args.distributed:
             torch.distributed.barrier()  # some versions of gloo wait forever if a process leaves first
     finally:
@@ -170,8 +164,6 @@ def _train(recipe: Recipe, args: Any, student: Any, teacher: Any = None) -> None
         return
     best = Path(args.out, BEST)
     say_saved(best)
-    if cmp(best / WEIGHTS, Path(args.out, START, WEIGHTS)):
-        print('It is as it was before training.')
     named = None if args.img_size or args.checkpoint else getattr(args, 'teacher', None)  # evaluate builds it by name
     compared = recipe.embeds or bool(history and 'val_top1' not in history[-1])  # with a teacher's outputs
     if named or not compared:

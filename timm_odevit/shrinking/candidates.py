@@ -146,8 +146,6 @@ def measure(
             100. * float(scores.mean()), held.interval(scores), held.margin(scores, first),
             ms, off, operations(candidate.model, held.images[:1]),
             held.neighbours(outputs)))
-    if slow := [row.name for row in rows if row.ms[0] < row.ms[1] * (1 - row.ms_off[1] / 100)]:
-        notes.append(f"{', '.join(slow)}: an image alone takes less time here than one of a batch of {BATCHES[1]}.")
     return rows, notes
 
 

@@ -37,7 +37,6 @@ from .material import BATCH, SHARE, Material, converted, plain_student, prepare,
 from .verdict import Verdict
 
 EXPORTS, FILES = 5, 12  # that are measured, and 4 bits
-LEVEL = 30  # minutes, of hub/lab/minutes.md
 PART = 0.2  # of the minutes to measure, at most
 LEAST, MARGIN = 1., 1.3  # times the minutes needed: fewer are refused; asked for
 
@@ -119,9 +118,6 @@ def shrink(
         write_text(folder / RUN, to_json(plan))
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
                  f"{sum(plan['train']):.3g} to train each student, about {plan['measure']:.2g} to measure"]
-        if plain is not None and sum(plan['train']) < LEVEL and like.device.type == 'cpu':
-            about.insert(0, 'For so little time, expect a plain student that is as good as the ODE-ViT, or better: on '
-                         f'CIFAR-100, they were level after {LEVEL} minutes of a CPU core each.')
         if plain is None:
             about.append('There is no plain student, since timm cannot build this model with fewer blocks.')
         say('\n'.join(about))
