@@ -8,7 +8,7 @@ from torch import nn
 from torchdiffeq._impl.odeint import SOLVERS
 
 from timm_odevit import OdeConfig
-from timm_odevit.ode.config import adaptive_methods
+from timm_odevit.ode.config import ADAPTIVE
 from timm_odevit.ode.fields import Field
 from timm_odevit.ode.methods import METHODS, RungeKutta
 from timm_odevit.ode.solver import Solver
@@ -112,7 +112,7 @@ def test_gradients(method):
     assert torch.autograd.gradcheck(lambda x, *p: solve(field, x, method=method, steps=3, T=1.5)[-1], (x, *field.parameters()))
 
 
-@pytest.mark.parametrize('method', adaptive_methods())
+@pytest.mark.parametrize('method', ADAPTIVE)
 def test_adaptive_methods_reach_the_tolerance_and_their_gradients_agree(method):
     class Rotation(nn.Module):
         def __init__(self):

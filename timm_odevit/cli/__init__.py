@@ -16,6 +16,7 @@ import re
 import runpy
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from importlib import import_module
@@ -86,6 +87,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _set_device(args: argparse.Namespace) -> None:
+    warnings.formatwarning = lambda message, *_: f'odevit: warning: {message}\n'  # type: ignore[assignment]
     os.environ.setdefault('KINETO_LOG_LEVEL', '6')  # torch's profiler reads it when it first starts, and is noisy
     logging.getLogger('torch.utils.cpp_extension').setLevel(logging.ERROR)  # it warns of CUDA that is not there
     import torch

@@ -158,17 +158,18 @@ def predict(args: Any) -> None:
         blocks, about, cfg, like = find_ode_blocks(run), metadata(run), data_config(run), next(run.parameters())
     if about.get('num_classes', 2) < 2 or args.model.startswith(TOWERS):
         raise ValueError(f"'{args.model}' has no classes to choose from.")
-    names, records = about.get('classes'), list[Any]()
-    for file in [file for p in map(Path, args.image) for file in (files_in(p)[0] if p.is_dir() else [str(p)])]:
+    names, records, failed = about.get('classes'), list[Any](), 0
+    files = [file for p in map(Path, args.image) for file in (files_in(p)[0] if p.is_dir() else [str(p)])]
+    for file in files:
         record: dict[str, Any] = {'image': file}
-        records.append(record)
+        records += [record] * args.json
         try:
             with torch.inference_mode():
                 probabilities = run(open_image(file, cfg)[None].to(like))[0].softmax(-1)
             if not probabilities.isfinite().all():
                 raise ValueError(f"The outputs for '{file}' are not finite, so they name no class.")
         except ValueError as e:
-            record['error'] = one_line(e)
+            record['error'], failed = one_line(e), failed + 1
             print(f"odevit: {record['error']}", file=sys.stderr)
             continue
         classes: list[Any] = [
@@ -183,8 +184,8 @@ def predict(args: Any) -> None:
                 print(f"  {100 * each['probability']:5.1f} %  {name}")
     if args.json:
         print(to_json(records), end='')
-    if failed := sum('error' in record for record in records):
-        raise ValueError(f'{failed} of {len(records)} images could not be read or classified.')
+    if failed:
+        raise ValueError(f'{failed} of {len(files)} images could not be read or classified.')
 
 
 def export(args: Any) -> None:

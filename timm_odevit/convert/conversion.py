@@ -134,7 +134,7 @@ def convert_(
     Examples:
         >>> done = convert_(vit, phases=3)
         >>> print(done)
-        >>> vit.blocks.steps = 6    # any number, at any time
+        >>> vit.blocks.steps = 6    # 3 or more, at any time
         >>> done.restore()
 
     Source: ODE-ViT, arXiv 2511.16501.

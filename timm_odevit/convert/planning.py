@@ -154,7 +154,7 @@ def choose_size(model: nn.Module, target: int | float | str, config: OdeConfig =
     Args:
         target: Largest size: a share of the blocks to convert, such as 0.25 or '25%'; a number of parameters, such as
             3_000_000 or '3M'; or what the parameters take in the model's dtype, such as '10MB'.
-        config: All settings but phases. Without steps, K is half of the layers, or two for each shared block; all
+        config: All settings but phases. Without steps, K is half of the layers, or up to two for each shared block; all
             layers for a model with several sequences or kinds of blocks.
 
     Raises TypeError if the model cannot be converted, ValueError if the target is too small or the settings do not fit.

@@ -201,7 +201,9 @@ class Files(Dataset):
     def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
         self.samples, self.training, self.bad = samples, training, set[str]()
         self.mode, self.dtype = image_mode(model.in_chans), dtype_of(model)
-        self.transform: Any = create_transform(**data_config(model), is_training=False)
+        cfg = data_config(model)
+        self.least = 2 * max(cfg['input_size'])
+        self.transform: Any = create_transform(**cfg, is_training=False)
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -212,7 +214,7 @@ class Files(Dataset):
             if file in self.bad:
                 continue
             try:
-                image = read_image(file, self.mode)
+                image = read_image(file, self.mode, self.least)
             except ValueError as e:
                 logging.getLogger(__name__).warning(str(e))
                 self.bad.add(file)

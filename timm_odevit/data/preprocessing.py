@@ -45,13 +45,13 @@ def image_mode(channels: int) -> str:
     return _MODES[channels]
 
 
-def read_image(file: str | Path, mode: str) -> Image.Image:
+def read_image(file: str | Path, mode: str, least: int = 1024) -> Image.Image:
     """An image file in one of Pillow's modes, turned upright, with 16 bits scaled to 8; or ValueError."""
     try:
         with Image.open(file) as image:
             if image.format == 'EPS':
                 raise ValueError('it is a program')
-            image.draft(None, (1024, 1024))  # a large JPEG is read smaller
+            image.draft(None, (least, least))  # a large JPEG is read smaller
             upright: Any = image
             with suppress(Exception):  # of damaged EXIF
                 upright = ImageOps.exif_transpose(image)
@@ -68,7 +68,8 @@ def read_image(file: str | Path, mode: str) -> Image.Image:
 
 def open_image(file: str | Path, cfg: dict[str, Any]) -> Tensor:
     """An image file as a data_config says [C, H, W], in float32; or ValueError."""
-    return create_transform(**cfg, is_training=False)(read_image(file, image_mode(cfg['input_size'][0])))
+    size = cfg['input_size']
+    return create_transform(**cfg, is_training=False)(read_image(file, image_mode(size[0]), 2 * max(size)))
 
 
 def preparation(model: Any) -> Callable[[Tensor], Tensor]:

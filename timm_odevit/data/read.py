@@ -139,7 +139,8 @@ def read_data(
             parts = {part: (images.contiguous().to(device), own) for part, (images, own) in parts.items()}
             augment = partial(_augment, padding=config.padding, flip=config.flip, reprob=config.reprob)
         parts = {part: (images, own.to(images.device)) for part, (images, own) in parts.items()}
-        train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
+        if 'train' in parts:
+            train = ArrayLoader(*parts['train'], config.batch_of(len(parts['train'][1])), prepare, augment, seed)
         loaders = {part: ArrayLoader(*of, config.batch_size, prepare) for part, of in parts.items()}
     if config.mixes and train is not None:
         train = mixed(train, max(1, number), config)
@@ -187,7 +188,7 @@ def _parts(
 ) -> tuple[dict[str, Part], list[str] | None, int, dict[str, str]]:
     """The parts, with labels of the data's own; the names of its classes; their number; the parts in words."""
     if kind == 'npz':
-        found = read_npz(source, getattr(model, 'in_chans', None), labelled, any_classes)
+        found = read_npz(source, getattr(model, 'in_chans', None), labelled, any_classes, training)
         return *found, {part: f'x_{part} of {source}' for part in found[0]}
     if kind == 'folder':
         folders = folder_parts(source) or {'train': source}
@@ -218,7 +219,7 @@ def _augment(images: Tensor, padding: int, flip: float, reprob: float) -> Tensor
     rows, cols = shift[0] + torch.arange(H, device=device), shift[1] + torch.arange(W, device=device)
     cols = torch.where((torch.rand(B, 1) < flip).to(device), cols.flip(1), cols)
     each = torch.arange(B, device=device)[:, None, None]
-    out = F.pad(images, (padding,) * 4)[each, :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2)
+    out = F.pad(images, (padding,) * 4)[each, :, rows[:, :, None], cols[:, None, :]].permute(0, 3, 1, 2).contiguous()
     return RandomErasing(reprob, device=device)(out) if reprob else out
 
 

@@ -114,14 +114,15 @@ def is_img(path: Any) -> bool:
 
 
 def read_npz(
-        path: str | Path, channels: int | None, labelled: bool, any_classes: bool,
+        path: str | Path, channels: int | None, labelled: bool, any_classes: bool, training: bool,
 ) -> tuple[dict[str, Part], list[str] | None, int]:
     """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number, or 0."""
     x, y = {}, {}
     try:
         with np.load(path) as archive:  # which unpickles nothing
             labelled = labelled and not (any_classes and channels and 'y_train' not in archive)
-            for part in ('train', 'test') if 'x_test' in archive or (labelled and 'y_test' in archive) else ('train',):
+            both = ('train', 'test') if 'x_test' in archive or (labelled and 'y_test' in archive) else ('train',)
+            for part in both if training or any_classes or not labelled else both[-1:]:
                 if channels:
                     x[part] = torch.as_tensor(archive[f'x_{part}'])
                 if labelled:

@@ -3,7 +3,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -41,9 +41,6 @@ class Flow:
         if self.head is None:
             raise TypeError('There is no norm and head: `forward_head(norm(state))` of the model must give its logits.')
         return self.head(state)
-
-    def lengths(self) -> list[float]:
-        return [after - before for before, after in pairwise(self.times)]
 
     def clock(self) -> Tensor:
         return torch.tensor(self.times, dtype=torch.float64)

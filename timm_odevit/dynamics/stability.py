@@ -179,7 +179,7 @@ def lipschitz_constants(
     def measure(flow: Flow) -> LipschitzConstants:
         vector = noise(flow.start)
         values = []
-        for step, h, x in zip(flow.maps, flow.lengths(), flow.states()[:-1], strict=True):
+        for step, h, x in zip(flow.maps, flow.clock().diff().tolist(), flow.states()[:-1], strict=True):
             J, moved = Jacobian(step, x), vector
             for _ in range(iterations):
                 vector = vector / along(norms(vector).clamp_min(torch.finfo(vector.dtype).tiny), vector)

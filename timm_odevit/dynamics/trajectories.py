@@ -33,7 +33,7 @@ def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 
         lengths = torch.stack([norms(move) for move in moves], dim=1)
         angles = [_angle(first, second) for first, second in pairwise(moves)]
         return Geometry(
-            lengths / lengths.new_tensor(flow.lengths()), torch.stack([norms(x) for x in states], dim=1),
+            lengths / flow.clock().diff().to(lengths), torch.stack([norms(x) for x in states], dim=1),
             torch.stack(angles, dim=1).rad2deg() if angles else lengths[:, :0], flow.clock())
     return over_images(measure, model, images, batch_size)
 
@@ -103,7 +103,7 @@ def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 
     def measure(flow: Flow) -> AttentionOverTime:
         steps: list[list[Tensor]] = []
         through = None
-        for h, heads in zip(flow.lengths(), attention_maps(flow), strict=True):
+        for h, heads in zip(flow.clock().diff().tolist(), attention_maps(flow), strict=True):
             mean = heads.mean(dim=1)
             mixed = (h * mean + torch.eye(mean.shape[-1]).to(mean)) / (1. + h)
             through = mixed if through is None else mixed @ through

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..data.batches import read_batches
 from ..data.preprocessing import check_labels
 from ..hooks import evaluating, watch_blocks
-from ..ode.blocks import the_ode
+from ..ode.blocks import the_ode, with_steps
 from ..ode.halting import entropy
 from ..ode.methods import METHODS
 from ..settings import number
@@ -122,9 +122,10 @@ def calibrate_halting(
     blocks.twin().config = replace(blocks.config, halting='entropy')  # refuses what cannot halt
     rows = []  # by image, the scores after each step [B, K], and whether the answer is right [B, K]
     with evaluating(model), torch.inference_mode():
+        short = with_steps(model, blocks.fewest_steps)  # enough to see what its blocks are given
         for images, labels in read_batches(loader, labels=None, bar='halting' if progress else ''):
-            with watch_blocks([[blocks]]) as [(states, handed)]:  # one on a step would keep other threads from halting
-                model(images.to(next(model.parameters())))
+            with watch_blocks([[the_ode(short)]]) as [(states, handed)]:  # not on its steps, which other threads run
+                short(images.to(next(model.parameters())))
             if not handed:
                 raise ValueError(f'This {type(model).__name__} runs its blocks one by one, so no image can halt. Try '
                                  'model.set_grad_checkpointing(False).')

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..data.batches import hash_of
 from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.fields import Context
@@ -55,9 +56,9 @@ def _groups_of(model: nn.Module, small: nn.Module) -> Matrices:
     found: Matrices = {}
     for tensor, other in zip(model.state_dict().values(), small.state_dict().values(), strict=True):
         if is_rounded(tensor):
-            groups, values = found[tensor.numpy().tobytes(), tensor.shape] = _pair(other)
+            groups, values = found[hash_of([tensor]), tensor.shape] = _pair(other)
             if tensor.ndim == 2:
-                found[tensor.T.contiguous().numpy().tobytes(), values.T.shape] = groups, values.T
+                found[hash_of([tensor.T]), values.T.shape] = groups, values.T
     return found
 
 
@@ -89,7 +90,7 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
     factors = {name for node in model.graph.node if node.op_type in kinds for name in node.input}
     for tensor in model.graph.initializer if groups else ():
         weight = torch.from_numpy(numpy_helper.to_array(tensor).copy())
-        found = groups.get((weight.numpy().tobytes(), weight.shape))
+        found = groups.get((hash_of([weight]), weight.shape))
         if found or (is_rounded(weight) and tensor.name in factors):  # what was folded is in none of the groups
             known[tensor.name] = found = found or _pair(weight)
             tensor.CopyFrom(numpy_helper.from_array(found[1].contiguous().numpy(), tensor.name))

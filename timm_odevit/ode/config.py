@@ -2,25 +2,13 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from ..settings import Settings, integer, many, number, one_of, refuse_unknown, setting
 from .fields import FIELDS
 from .methods import METHODS
 
 PREFIX = 'ode_'
 LARGEST_STEPS = 10_000  # each is a module
-
-
-def adaptive_methods() -> list[str]:
-    with torch.device('cpu'):  # it makes its tables when it is imported
-        from torchdiffeq._impl.odeint import SOLVERS  # torchdiffeq publishes no list of its methods
-        from torchdiffeq._impl.solvers import AdaptiveStepsizeODESolver
-    return sorted(name for name, cls in SOLVERS.items() if issubclass(cls, AdaptiveStepsizeODESolver))
-
-
-def _method(name: str, value: Any) -> str:
-    return value if value in list(METHODS) else one_of([*METHODS, *adaptive_methods()])(name, value)
+ADAPTIVE = ('adaptive_heun', 'bosh3', 'dopri5', 'dopri8', 'fehlberg2')  # torchdiffeq publishes no list
 
 
 def _steps(name: str, value: Any) -> Any:
@@ -74,7 +62,7 @@ class OdeConfig(Settings):
     halting by entropy: Loop-ViT, arXiv 2602.02156.
     """
     field: str = setting('native', one_of(tuple(FIELDS)))
-    method: str = setting('lie_trotter', _method)
+    method: str = setting('lie_trotter', one_of((*METHODS, *ADAPTIVE)))
     steps: int | tuple[int, ...] | None = setting(None, _steps)
     T: float | None = setting(None, number(open='(', none='the number of converted layers'))
     phases: int = setting(1, integer(1))

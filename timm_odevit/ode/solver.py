@@ -62,7 +62,8 @@ def solve_adaptive(
                          "fixed-step method, such as model.blocks.method = 'rk4', or float32 without autocast.")
     if not x.numel():  # an empty state has no error to measure
         return x.expand(len(times), *x.shape), 0
-    import torchdiffeq
+    with torch.device('cpu'):  # it makes its tables when it is imported
+        import torchdiffeq
     states, evaluations = [x], 0
 
     def slope(piece: Field, context: Context, t: Tensor, x: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from ..convert.conversion import convert_
 from ..export.files import export_model, load_exported
 from ..export.onnx import rewrite
 from ..files import OWN, staged
+from ..hooks import evaluating
 from ..ode.blocks import find_ode_blocks
 from ..quantization import quantize_
 from ..settings import one_line
@@ -152,7 +153,7 @@ def measure(
 @torch.no_grad()
 def operations(model: nn.Module, image: Tensor) -> float:
     """Multiply-adds for an image [1, C, H, W], in 10^6."""
-    model = copy.deepcopy(model).eval()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # whose products are counted
+    with (evaluating(model), FlopCounterMode(display=False) as counter,
+          sdpa_kernel(SDPBackend.MATH)):  # whose products are counted
         model(image.to(next(model.parameters(), image)))
     return counter.get_total_flops() / 2e6

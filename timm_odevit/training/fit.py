@@ -47,8 +47,8 @@ def fit(
         on_epoch: Is called with the record of each epoch once its files are written, in the first process.
 
     Returns:
-        One record per epoch: epoch, seconds, lr, the mean of each part of the loss, and val_top1, val_top5, val_loss,
-        or, if the task follows embeddings, val_cosine, val_error and val_neighbours.
+        One record per epoch: epoch, seconds, updates, amp, lr, the mean of each part of the loss, and val_top1,
+        val_top5, val_loss, or, if the task follows embeddings, val_cosine, val_error and val_neighbours.
 
     Raises:
         FloatingPointError: The loss stopped being finite; the files of the previous epoch remain.

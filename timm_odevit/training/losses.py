@@ -64,7 +64,10 @@ class TrajectoryPass(nn.Module):
         # steps after which attention is recomputed: the first and the last but one
         starts = sorted({first, max(last - 1, first)}) if config.jasmin_weight > 0 else []
         theirs = [targets(ode, times, states) for ode, times, (states, _) in zip(odes, self.times, seen, strict=True)]
-        features, ours = _follow(student, images, [{*theirs[0], *starts, *exits}, *theirs[1:]])
+        after = {*theirs[0], *starts, *exits}, *theirs[1:]
+        with watch_blocks([list(ode) if of else [] for ode, of in zip(odes, after, strict=True)]) as paths:
+            features = student.forward_features(images)
+        ours = [{i: path[i + 1] for i in of} for (path, _), of in zip(paths, after, strict=True)]
         # as a step that starts where step i ends would attend
         jasmin = [jasmin_loss(odes[0].shared.attention_map(odes[0][i].t + odes[0][i].h, ours[0][i])) for i in starts]
         early = [student.forward_head(student.norm(ours[0][i])) for i in exits]
@@ -89,15 +92,6 @@ class TrajectoryPass(nn.Module):
         if self.config.embedding:
             return embedding_loss(output, wanted)
         return logit_loss(output, wanted, self.config.kd_temperature)
-
-
-def _follow(student: Any, images: Tensor, indices: list[Any]) -> tuple[Any, list[dict[int, Tensor]]]:
-    """Features for `forward_head`, and the states after some blocks of each stage."""
-    if not any(indices):
-        return student.forward_features(images), [{} for _ in indices]
-    with watch_blocks([list(ode) for ode in find_ode_blocks(student)]) as seen:
-        features = student.forward_features(images)
-    return features, [{i: path[i + 1] for i in of} for (path, _), of in zip(seen, indices, strict=True)]
 
 
 def trajectory_loss(
