@@ -52,7 +52,7 @@ class Row:
     file: str  # its name
     mb: float  # its size, 10^6 bytes
     value: float  # accuracy, agreement or cosine, in percent
-    interval: float  # half of the 95 % interval of the value
+    interval: float  # how far its 95 % interval reaches
     margin: float  # that of its difference from the first candidate's
     ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32; of the processor, if one thread runs
     ms_off: tuple[float, ...]  # that of their ratios to the first candidate's, in percent

@@ -204,7 +204,7 @@ def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str,
     said, half = ['There was too little time to tell whether more would help.'], len(values) // 2
     if half >= 2:
         gained = max(values[half:]) - max(values[:half])
-        least = max(1., 30 / len(material.choosing.images) ** 0.5)  # two deviations of the gain on a plateau
+        least = max(1., 30 / len(material.choosing.images) ** 0.5)  # 1.7 deviations of a plateau's gain
         said = [f'In the second half of its training at a constant learning rate, the student gained {gained:.1f} '
                 f"points: more minutes would {'help' if gained > least else 'change little'}."]
     if not cosine:
