@@ -20,6 +20,7 @@ from timm_odevit.data.batches import DataConfig, set_epoch
 from timm_odevit.data.preprocessing import data_config, open_image, read_image, warn_of_other_classes
 from timm_odevit.data.read import classes_of, read_data, with_test
 from timm_odevit.data.sources import _hash, files_in
+from timm_odevit.export.files import metadata
 
 
 def read(source, model, **options):
@@ -87,6 +88,20 @@ def test_data_may_have_some_of_the_models_classes(vit, images):
     assert {label for _, label in data.plain().dataset.samples} == {0, 2, 3} and data.num_classes == len(data.classes) == 4
     with pytest.raises(ValueError, match='has 3 classes, but the model has 4. Give data with classes of the model'):
         read(root, vit(num_classes=4))
+
+
+def test_folders_with_wordnet_ids_are_classes_of_imagenet(vit, images):
+    model, root = vit(num_classes=1000), images(classes=2)
+    (root / 'class0').rename(root / 'n01443537')
+    (root / 'class1').rename(root / 'n01440764')
+    cfg = model.pretrained_cfg
+    model.pretrained_cfg = {**cfg, 'tag': None}
+    with pytest.raises(ValueError, match='has 2 classes, but the model has 1000'):
+        read(root, model)  # they may be others
+    model.pretrained_cfg = {**cfg, 'tag': 'fb_in1k'}
+    data = read(root, model)
+    assert {(Path(file).parent.name, label) for file, label in data.plain().dataset.samples} == {('n01443537', 1), ('n01440764', 0)}
+    assert data.num_classes == 1000 and metadata(model)['classes'][:2] == ['tench, Tinca tinca', 'goldfish, Carassius auratus']
 
 
 def test_other_classes_than_those_of_the_model_are_said(vit):

@@ -147,7 +147,7 @@ def predict(args: Any) -> None:
     model  a model as elsewhere; or an .onnx or .pt2 file of odevit export, which may run code
     image...  image files, or folders of them
     --top N [5]  number of classes to print
-    --steps
+    --steps --checkpoint
     --json  print JSON
     """
     if args.model.endswith(('.onnx', '.pt2')) and not args.model.startswith(('local-dir:', 'hf-hub:', *TOWERS)):

@@ -1,5 +1,6 @@
 """How a model expects its images, which are opened here, and which label it has for each class."""
 import math
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from PIL import Image, ImageOps
-from timm.data import create_transform, resolve_input_data_config
+from timm.data import ImageNetInfo, create_transform, infer_imagenet_subset, resolve_input_data_config
 from timm.models import get_model_input_config
 from timm.utils import unwrap_model
 from torch import Tensor
@@ -133,6 +134,13 @@ def class_names(model: Any) -> list[str] | None:
     return list(map(str, names)) if good else None
 
 
+def imagenet_of(model: Any) -> ImageNetInfo | None:
+    """timm's names of the classes of a model trained on ImageNet, by its tag, if it has none of its own."""
+    subset = infer_imagenet_subset({'num_classes': model.num_classes})
+    known = not class_names(model) and re.search(r'in\d+k', str(cfg_of(model).get('tag')))
+    return ImageNetInfo(subset) if subset and known else None
+
+
 def check_names(names: Sequence[str], source: Any) -> None:
     """Refuse names with which a saved model would not load."""
     for name in names:
@@ -142,8 +150,9 @@ def check_names(names: Sequence[str], source: Any) -> None:
 
 def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any) -> list[int] | None:
     """The label that a model has for each class of some data, by name; None if it knows as many, and not by name."""
-    own, known = class_names(model), model.num_classes
-    if own and names and own != list(names) and {*names} <= {*own} and len({*names}) == len(names):
+    own, known, imagenet = class_names(model), model.num_classes, imagenet_of(model)
+    own = imagenet.label_names() if imagenet else own
+    if own and names and {*names} <= {*own} and len({*names}) == len(names):
         if twice := [name for name in names if own.count(name) > 1]:
             raise ValueError(f"The model has two classes called '{twice[0]}', so the name does not say which. Leave it "
                              'out.')

@@ -15,7 +15,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from .._version import __version__
-from ..data.preprocessing import class_names, data_config, dtype_of, model_name
+from ..data.preprocessing import class_names, data_config, dtype_of, imagenet_of, model_name
 from ..files import staged
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import DEFAULT
@@ -104,8 +104,9 @@ def metadata(model: Any) -> dict[str, Any]:
                                      T=steps):  # each block is used once
             name = get_model_args(model).get('base') or name.partition('.')[0]
             name, steps = f"{name} with {steps} block{'s' * (steps > 1)}", None
-    return {'model': name, 'steps': steps, 'classes': class_names(model), 'num_classes': model.num_classes,
-            **data_config(model)}
+    imagenet = imagenet_of(model)
+    names = imagenet.label_descriptions() if imagenet else class_names(model)
+    return {'model': name, 'steps': steps, 'classes': names, 'num_classes': model.num_classes, **data_config(model)}
 
 
 def load_exported(path: str | Path, steps: int | None = None) -> tuple[Callable[[Tensor], Tensor], dict[str, Any]]:
