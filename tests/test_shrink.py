@@ -98,7 +98,7 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     assert [row.kind for row in found.rows] == [name.split(',')[0] for name in names] and 'without int8' in str(found)
     assert found.measure == 'agreement' and found.rows[0].value == 100. and found.images == len(prepare(images(), model).judging.images)
     text = str(found)
-    assert found._repr_markdown_().startswith('```\n') and found.table() in found._repr_markdown_()
+    assert repr(found) == text
     assert all(f'| {name} ' in text for name in names) and found.recommendation in text
     saved = json.loads((tmp_path / 'verdict.json').read_text())
     assert [row['name'] for row in saved['rows']] == names and saved['recommendation'] == found.recommendation

@@ -25,16 +25,15 @@ def batch():
 
 # --- checkpoints
 
-@pytest.mark.parametrize('layers', [1, 2, 3, 12, 24])
+@pytest.mark.parametrize('layers', [1, 2, 3, 12, 64])
 @pytest.mark.parametrize('steps', [1, 2, 5, 12, 35, 100])
 def test_match_is_strictly_increasing(layers, steps):
-    for temperature in (1e-6, 0.1, 1., 1e6):
-        for distances in ([1.] * layers, [100.] + [1e-9] * (layers - 1), list(range(layers))):
-            times = softmax_times(distances, temperature)
-            found = match(times, [(i + 1) / steps for i in range(steps)])
-            assert all(a < b for a, b in zip([0., *times], times)) and times[-1] == 1
-            assert len(found) == min(layers, steps) and found[0] >= 0 and found[-1] == steps - 1
-            assert all(a < b for a, b in zip(found, found[1:]))
+    for distances in ([1.] * layers, [100.] + [1e-9] * (layers - 1), list(range(layers))):
+        times = softmax_times(distances)
+        found = match(times, [(i + 1) / steps for i in range(steps)])
+        assert all(a < b for a, b in zip([0., *times], times)) and times[-1] == 1
+        assert len(found) == min(layers, steps) and found[0] >= 0 and found[-1] == steps - 1
+        assert all(a < b for a, b in zip(found, found[1:]))
 
 
 def test_distance_times_follow_the_distances(vit, images):

@@ -118,12 +118,8 @@ class Verdict:
         """In Markdown."""
         return markdown_table(self._cells())
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return '\n'.join([*self.about, '', self.table(), '', self.machine, self.recommendation, *self.outlook])
-
-    def _repr_markdown_(self) -> str:
-        about = '\n'.join(['```', *self.about, '```'])
-        return '\n\n'.join([about, self.table(), self.machine, self.recommendation, *self.outlook])
 
     def to_html(self, title: str) -> str:
         """A page with a plot, which needs no network and no server; raises ImportError without plotly."""

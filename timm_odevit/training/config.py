@@ -80,7 +80,6 @@ class LossConfig(Settings):
 
     Attributes:
         checkpoints: Where the teacher's layers lie in time: 'uniform', or by the 'distance' that each moves the state.
-        checkpoint_temperature: Of the softmax over the distances, in units of their mean.
         trajectory_weight: Of the squared error of the states, relative to the teacher's variance.
         cls_weight: Share of the class token in the trajectory loss.
         register_weight: Share of the register tokens in the trajectory loss.
@@ -105,7 +104,6 @@ class LossConfig(Settings):
         >>> task = TrajectoryDistillationTask(student, teacher, config=LossConfig(kd_weight=1., steps=(6, 12, 24)))
     """
     checkpoints: str = setting('uniform', one_of(('uniform', 'distance')))
-    checkpoint_temperature: float = setting(1., number(open='('))
     trajectory_weight: float = setting(1., _weight)
     cls_weight: float = setting(0.45, _weight)
     register_weight: float = setting(0.10, _weight)

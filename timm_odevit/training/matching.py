@@ -97,7 +97,7 @@ def layer_times(student: Any, teacher: Any, config: LossConfig, images: Iterable
     for ode, site in zip(find_ode_blocks(student), find_stages(teacher), strict=True):
         layers = len(site.blocks)
         times = ([(i + 1) / layers for i in range(layers)] if config.checkpoints == 'uniform' else
-                 distance_times(teacher, images, config.checkpoint_temperature))
+                 distance_times(teacher, images))
         first, last = ode.config.blocks or (0, layers - 1)
         if last >= layers:
             raise ValueError(f'The teacher has only {layers} layers; the student has blocks={ode.config.blocks}.')
@@ -116,17 +116,17 @@ def targets(ode: OdeBlocks, times: Sequence[float], states: Sequence[Tensor]) ->
     return {first + step: state_at(states[first:], [0., *times], ends[step]) for step in match(times, ends)}
 
 
-def softmax_times(distances: Sequence[float], temperature: float = 1.) -> list[float]:
+def softmax_times(distances: Sequence[float]) -> list[float]:
     """Relative times in (0, 1] that give a layer more time the further it moves the state (arXiv 2511.16501)."""
     d = torch.tensor(distances, dtype=torch.float64)
-    w = (d / (d.mean().clamp_min(1e-12) * temperature)).softmax(0)  # a large temperature gives uniform times
-    w = 0.999 * w + 0.001 / len(w)  # a low temperature underflows to 0, but times must still increase
+    w = (d / d.mean().clamp_min(1e-12)).softmax(0)
+    w = 0.999 * w + 0.001 / len(w)  # times must increase, also where one of many layers moves it alone
     times = w.cumsum(0)
     return (times / times[-1]).tolist()
 
 
 @torch.no_grad()
-def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float = 1.) -> list[float]:
+def distance_times(teacher: Any, batches: Iterable[Tensor]) -> list[float]:
     """The `softmax_times`, by batches of images [B, C, H, W] on the teacher's device."""
     moved = []
     for batch in batches:
@@ -136,7 +136,7 @@ def distance_times(teacher: Any, batches: Iterable[Tensor], temperature: float =
         moved.append(torch.stack([(b - a).float().norm(dim=1).cpu().double().sum() for a, b in pairwise(path)]))
     if not moved:
         raise ValueError("checkpoints='distance' needs calibration images; pass calibration=[images, ...].")
-    return softmax_times(sum(moved[1:], moved[0]).tolist(), temperature)
+    return softmax_times(sum(moved[1:], moved[0]).tolist())
 
 
 def match(times: Sequence[float], ends: Sequence[float]) -> list[int]:
