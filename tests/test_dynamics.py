@@ -328,6 +328,7 @@ def test_the_geometry_of_a_circle_and_of_a_straight_line():
     turns = torch.arange(6, dtype=torch.float64) * angle
     circle = radius * torch.stack([turns.cos(), turns.sin()], dim=-1)[:, None]
     found = trajectory_geometry(line_of(circle))
+    assert trajectory_geometry(line_of(circle[:2])).angle.shape == (1, 0)  # of one step
     chord = 2 * radius * math.sin(angle / 2)
     assert torch.allclose(found.speed, torch.full((1, 5), chord, dtype=torch.float64))
     assert torch.allclose(found.angle, torch.full((1, 4), math.degrees(angle), dtype=torch.float64))
@@ -344,6 +345,7 @@ def test_the_class_settles_when_it_no_longer_changes():
     found = class_over_time(line_of(states, head=lambda x: x))
     assert found.classes.tolist() == [[0, 1, 0, 0], [1, 1, 1, 1]] and found.settled.tolist() == [2., 0.]
     assert torch.allclose(found.probability[0], states[:, 0].softmax(-1)[:, 0])
+    assert class_over_time(line_of(states / 0, head=lambda x: x)).settled.isnan().all()
 
 
 # --- attention over time ---
@@ -399,6 +401,7 @@ def test_rates_are_per_unit_of_time():
 
 def test_the_error_of_one_step_is_its_local_error(vit, images):
     found = discretisation_errors(ode(vit()), images)
-    assert [each.steps for each in found] == [1, 3, 6]
+    assert [each.steps for each in found] == [1, 3, 6] and found[1].times.tolist() == [1, 2, 3] and (found[0].reference > 0).all()
+    assert [each.steps for each in discretisation_errors(ode(vit(), phases=3, steps=4), images)] == [3, 4, 8]  # as few as there can be
     assert len(discretisation_errors(ode(vit()), images, steps=np.int64(3))) == 1
     torch.testing.assert_close(found[0].local[:, 0], found[0].error)

@@ -43,6 +43,9 @@ def test_hooks_that_make_weights_are_used():
         prune.random_unstructured(norm, 'weight', 0.5)
         nn.init.zeros_(norm.weight_orig), nn.init.zeros_(norm.bias)
         torch.testing.assert_close(field(0., x, context(field), part), torch.zeros_like(x))
+    for layer in ('norm1', 'qkv', 'norm2', 'fc1'):
+        (other := lipschitz()).get_submodule(layer).register_forward_hook(lambda *args: args[2] * 0)
+        assert not other(0., x, context(other), 'mlp' if layer in ('norm2', 'fc1') else 'attention').any()
 
 
 def context(field):

@@ -40,6 +40,7 @@ def test_a_state_dict_takes_four_bits_for_each_number_of_a_matrix():
     again = unpacked(small)
     assert again.keys() == state.keys() and again['count'] == 3
     assert packed({'cls_token': torch.randn(1, 1, 1024)}).keys() == {'cls_token'}  # a vector
+    assert packed({'b': torch.tensor([1e6])})['b'] == 65504 and packed({'odd': torch.randn(64, 33)}).keys() == {'odd'}  # of 16 bits; of two per byte
     assert unpacked(state) == state  # another one is left as it is
 
 
@@ -104,7 +105,7 @@ def test_two_threads_leave_the_compiler_as_it_was(vit):
 
 def test_images_that_do_not_fit_leave_a_model_as_it_is(vit):
     before = snapshot(model := vit(embed_dim=64))
-    for given, said in ((torch.full((2, 3, 16, 16), torch.nan), 'must be finite'), ('photos', 'got str')):
+    for given, bits, said in ((torch.full((2, 3, 16, 16), torch.nan), 4, 'must be finite'), ('photos', 4, 'got str'), (torch.full((2, 3, 16, 16), 1e30), 4, 'not finite'), (torch.ones(2, 3, 16, 16), 9, 'Give 2 to 8 bits; got 9')):
         with pytest.raises(ValueError, match=said):
-            quantize_(model, given)
+            quantize_(model, given, bits)
     assert snapshot(model) == before and not any(module._forward_pre_hooks for module in model.modules())

@@ -85,6 +85,7 @@ def test_checkpoint_path(vit, images, tmp_path):
     model = timm.create_model('odevit_tiny', **TINY).eval()
     save_pretrained(model, tmp_path / 'a')
     path = str(tmp_path / 'a' / 'model.safetensors')
+    assert os.stat(path).st_mode == (tmp_path / 'a' / 'config.json').stat().st_mode  # safetensors itself lets only the owner read it
     for options in (dict(checkpoint_path=path), dict(pretrained=True, pretrained_cfg_overlay=dict(file=path, num_classes=5))):
         assert torch.equal(timm.create_model('odevit_tiny', **TINY, **options).eval()(images), model(images))
 
@@ -93,7 +94,7 @@ def test_what_cannot_be_described_is_refused_before_anything_is_written(tmp_path
     model = convert_(VisionTransformer(**TINY)).model
     with pytest.raises(ValueError, match='was not made by timm.create_model.*Build it with timm.create_model'):
         save_pretrained(model, tmp_path / 'a')
-    with pytest.raises(ValueError, match='gives features. Save the model built without features_only'):
+    with pytest.raises(ValueError, match='cannot be saved: it is no timm model, or one of features_only'):
         save_pretrained(timm.create_model('odevit_tiny', **TINY, features_only=True), tmp_path / 'a')
     model = timm.create_model('vit_tiny_patch16_224', **TINY)
     model.embed_dim = 64

@@ -114,7 +114,7 @@ def test_representations_are_short():
     (dict(method='heun'), "Unknown method 'heun'. Did you mean 'heun2'? Allowed: euler, midpoint, heun2, rk4"),
     (dict(steps=0), 'steps must be a whole number from 1 to 10000'), (dict(steps=2.5), 'got 2.5'),
     (dict(T=0), 'T must be a number above 0, or None for the number of converted layers; got 0'),
-    (dict(rtol=-1), 'rtol must be'), (dict(tokens=0.), 'tokens must be'), (dict(tokens=float('nan')), 'tokens must be'),
+    (dict(blocks=(2, 1)), 'blocks must be the first and the last layer'), (dict(rtol=-1), 'rtol must be'), (dict(tokens=0.), 'tokens must be'), (dict(tokens=float('nan')), 'tokens must be'),
     (dict(method='dopri5', tokens=0.5), "tokens needs fixed steps, but 'dopri5' chooses its own"),
 ])
 def test_settings_of_the_ode_that_are_refused(setting, message):

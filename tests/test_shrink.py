@@ -54,6 +54,7 @@ def no_files(monkeypatch):
         return path
     monkeypatch.setattr(candidates, 'export_model', write)
     monkeypatch.setattr(candidates, 'load_exported', lambda path: (written[path.read_bytes()], {}))
+    monkeypatch.setattr(candidates, 'times_in_turns', lambda runs, *args, **kwargs: np.full((len(runs), 3), 0.032))  # seconds
 
 
 @pytest.fixture
@@ -111,7 +112,9 @@ def test_the_verdict_compares_original_plain_and_student_and_leaves_the_model_as
     judging = prepare(images(), model).judging
     for kind, name in (('student', 'student, K = 4'), ('plain', 'plain, 2 blocks')):
         saved = timm.create_model(f"local-dir:{tmp_path / kind / 'best'}", pretrained=True)
-        assert found.rows[names.index(name)].value == pytest.approx(judging.value_of(saved)) and count_parameters(saved) < count_parameters(model)
+        assert (row := rows[name]).value == pytest.approx(judging.value_of(saved)) and count_parameters(saved) < count_parameters(model)
+        assert row.mb == pytest.approx(4e-6 * count_parameters(saved), abs=1e-5) and row.ms == pytest.approx((32., 1.))
+    assert rows['original'].interval == pytest.approx(judging.interval(torch.ones(found.images).double()))
     assert 0 < found.rows[-1].operations < 2 * found.rows[0].operations
 
 
@@ -281,6 +284,9 @@ def test_a_row_is_beaten_by_one_that_is_as_good_in_everything_and_better_in_one(
             row('f', math.nan, 99., (math.nan, math.nan))]
     assert verdict(*rows).beaten == ['b', '', 'b', '', '', '']
     assert verdict(row('a'), row('b', value=50.04)).beaten == ['', '']  # equal as shown
+    assert '| 50.0 ± 1.0 ' in verdict(row('a', off=3.)).table()
+    page = verdict(row('original', 4., 80.), *rows[1:3]).to_html('x')  # the first row stays in sight, even if it is beaten
+    assert page.index('<td>original</td>') < page.index('<details>') < page.index('<td>c</td>')
     beaten, better = row('plain', 2., 89., (1., 10.1), slack=1.), row('student', 1., 90., (1., 10.2), slack=1.)  # as fast, as far as is known
     found = verdict(row('original', 20., 90., (9., 90.)), beaten, better)
     assert found.fastest == found.smallest == better
@@ -291,6 +297,7 @@ def test_a_row_is_beaten_by_one_that_is_as_good_in_everything_and_better_in_one(
     (row('student, int8', 4.9, 90.), 'Keep your model: no file much smaller than original, int8 (5.00 MB) keeps 95 % of its accuracy.'),
     (row('student, int8', 2., 89.), 'For a small file: student, int8 (2.00 MB, 89.0 % accuracy; 0.40 of the size and 1.00 of the time, for a batch, of original, int8).'),
     (row('plain', 6., 88., (0.2, 0.2)), 'For speed: plain'),
+    (row('plain', 6., 86., (0.2, 0.2), off=3.), '100 images cannot tell whether plain would keep 95 % on others'),
     (row('student, int8', 2., 84., off=3.), '100 images cannot tell whether student, int8 would keep 95 % on others: the difference from the original is known to ± 3.0 points.'),
 ])
 def test_the_recommendation(other, says):

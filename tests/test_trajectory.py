@@ -51,7 +51,8 @@ def test_distance_times_follow_the_distances(vit, images):
     assert times == pytest.approx(softmax_times(moved), rel=1e-4)
     assert not teacher.blocks[0]._forward_pre_hooks
     assert distance_times(vit(depth=1), [images]) == [1.]
-    assert softmax_times([3., 3., 3.]) == pytest.approx([1 / 3, 2 / 3, 1.])
+    assert softmax_times([3., 3., 3.]) == pytest.approx([1 / 3, 2 / 3, 1.]) and softmax_times([4., 8.]) == softmax_times([1., 2.])
+    assert match([1 / 3, 2 / 3, 1.], [(i + 1) / 6 for i in range(6)]) == [1, 3, 5]  # those near the layers
     with pytest.raises(ValueError, match='needs calibration images'):
         distance_times(teacher, [])
 
@@ -174,7 +175,7 @@ def test_the_teacher_sees_images_in_its_own_normalisation(vit, channels):
     (lambda s, t: (s, setattr(t, 'patch_embed', s.patch_embed) or t), ValueError, 'share no parameters'), (lambda s, t: (s, 'deit_tiny'), TypeError, 'Expected a timm model'),
     (lambda s, t: (s, copy.deepcopy(s)), ValueError, 'as it was before its conversion'),
     *((lambda s, t, other=other: (s, timm.create_model('vit_tiny_patch16_224', **{**TINY, **other})), ValueError, f'differ in {message}')
-      for other, message in ((dict(embed_dim=48), 'embed_dim: 32 and 48'), (dict(patch_size=8), 'patch grid'), (dict(num_classes=7), 'num_classes'))),
+      for other, message in ((dict(embed_dim=48), 'embed_dim: 32 and 48'), (dict(patch_size=8), 'patch grid'), (dict(reg_tokens=2), 'num_prefix_tokens'), (dict(num_classes=7), 'num_classes'))),
 ])
 def test_refuses_what_does_not_fit(vit, change, error, message):
     with pytest.raises(error) as e:

@@ -65,7 +65,7 @@ def staged(folder: Path, *names: str) -> Iterator[Path]:
                 last.unlink()
             for name in names:
                 os.replace(aside / name, folder / name)
-        except SafetensorError as e:  # if the disk is full, say
+        except (OSError, SafetensorError) as e:  # if the disk is full, say
             raise OSError(f"'{folder / names[0]}' could not be written: {' '.join(str(e).split())}") from e
         finally:
             shutil.rmtree(aside, ignore_errors=True)

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ..ode.blocks import find_ode_blocks
 from ..ode.config import OdeConfig
 from ..ode.fields import NativeField
-from ..ode.methods import Step
 
 
 class PostNormField(NativeField):
@@ -172,9 +171,10 @@ def structure(model: nn.Module, ignored: Sequence[str] = ()) -> list[str]:
     """Type and settings of every module except dropout, and the shape of every tensor, in order."""
     lines = []
     for name, module in model.named_modules():
-        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, (nn.ModuleList, Step)):
+        if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, nn.ModuleList):
             lines.append(f'{name}: {type(module).__name__}({module.extra_repr()})')
-            lines += [f'{name}.{k}'.strip('.') + f' = {v}' for k, v in sorted(vars(module).items())
+            lines += [f'{name}.{k}'.strip('.') + f' = {v:{".6g" * isinstance(v, float)}}'
+                      for k, v in sorted(vars(module).items())
                       if type(v) in (bool, int, float, str, tuple, torch.Size) and not k.startswith('_')
                       and k not in (*_RUNTIME, *ignored) and 'drop' not in k]
     return lines + [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]

@@ -38,8 +38,6 @@ def discretisation_errors(
         steps: Number or numbers of steps; None for half, all and twice the model's own.
         fine: Steps of the reference per unit of time, an even number.
 
-    Returns one DiscretisationError per method and number of steps.
-
     Examples:
         >>> for error in discretisation_errors(student, images, methods=['euler', 'rk4'], steps=[6, 12]):
         ...     print(error)

@@ -49,7 +49,7 @@ def lyapunov_exponents(
     pass it on, as blocks behind LayerNorm do: else no largest exponent could be below 0.
 
     Args:
-        count: Number m of exponents.
+        count: Number m of exponents, or the size of the state, if that is less.
         sweeps: How often, at most, tangent vectors go to the end and back, to turn towards the directions that grow
             most; an image is done when its exponents change by at most 1e-4.
         tokens: 'all' for the whole state; 'class' for the class token alone.

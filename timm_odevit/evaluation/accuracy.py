@@ -42,7 +42,7 @@ def evaluate(
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
         >>> print(found)
     """
-    classes = [getattr(each, 'num_classes', getattr(unwrap_model(each), 'num_classes', None))
+    classes = [getattr(unwrap_model(each), 'num_classes', None)
                for each in (model, model if teacher is None else teacher)]
     if classes[0] == 0:
         raise ValueError(f'This {type(model).__name__} has no classes. Measure it with evaluate_embeddings.')

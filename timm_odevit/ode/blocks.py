@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..settings import shown
 from .config import OdeConfig
-from .fields import Context, Field
+from .fields import Context, Field, hooked
 from .halting import Readout, run_halting
 from .methods import METHODS, Step
 from .solver import Solver, solve_adaptive
@@ -195,8 +195,7 @@ class OdeBlocks(nn.Module):
 
     @property
     def _hooked(self) -> bool:
-        return any(step._forward_hooks or step._forward_pre_hooks or step._backward_hooks or step._backward_pre_hooks
-                   for step in self.solver)
+        return any(map(hooked, self.solver))
 
     def twin(self) -> 'OdeBlocks':
         twin = shallow_copy(self)

@@ -148,8 +148,7 @@ class CenterNorm(nn.Module):
 class LipschitzField(Field):
     """The paper's field (arXiv 2511.16501): bias-free self-attention and a bias-free MLP, each behind a CenterNorm.
 
-    A CenterNorm is linear, so it is one matrix product with the projection behind it, qkv or fc1, whose forward hooks
-    thus fire only beside pre-hooks.
+    A CenterNorm is linear, so it is one matrix product with the projection behind it, qkv or fc1, unless hooked.
     """
     about = 'new: no biases, no qk-norm, CenterNorm instead of LayerNorm'
     has_attention_maps = True
@@ -204,9 +203,10 @@ class LipschitzField(Field):
 
     def fold(self) -> list[Tensor] | None:
         """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
-        # FSDP2 gathers weights only for calls; LoRA and int8 do more than multiply; hooks prune or normalise weights
-        if (is_traceable_wrapper_subclass(self.qkv.weight) or not type(self.qkv) is type(self.fc1) is nn.Linear
-                or any(layer._forward_pre_hooks for layer in (self.norm1, self.qkv, self.norm2, self.fc1))):
+        # FSDP2 gathers weights only for calls; LoRA and int8 do more than multiply; hooks watch or change what they see
+        layers = self.norm1, self.qkv, self.norm2, self.fc1
+        if is_traceable_wrapper_subclass(self.qkv.weight) or any(map(hooked, layers)) or (
+                [*map(type, layers)] != 2 * [CenterNorm, nn.Linear]):
             return None
         return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
 
@@ -260,6 +260,11 @@ class PiecewiseField(Field):
 
     def forward(self, t, x, context=None, part=''):
         return self.select(t)(t, x, context, part)
+
+
+def hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks
+                or module._backward_pre_hooks)
 
 
 def _heads(qkv: Tensor, heads: int) -> tuple[Tensor, ...]:

@@ -140,7 +140,7 @@ def describe(model: nn.Module) -> tuple[str, dict[str, Any], Any]:
     architecture = cfg_of(model).get('architecture')
     hint = 'Build it with timm.create_model and all its keywords, and load its weights into that.'
     if not hasattr(model, 'num_classes'):
-        raise ValueError(f'This {type(model).__name__} gives features. Save the model built without features_only.')
+        raise ValueError(f'A {type(model).__name__} cannot be saved: it is no timm model, or one of features_only.')
     if not architecture:
         raise ValueError(f'This {type(model).__name__} was not made by timm.create_model, so it has no name. {hint}')
     args = {k: v for k, v in get_model_args(model).items() if k not in CALLER and not k.startswith(PREFIX)}

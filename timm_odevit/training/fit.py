@@ -148,7 +148,7 @@ def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
         try:
             torch.save(state, aside / path.name)
         except RuntimeError as e:  # if the disk is full, say
-            raise OSError(f"'{path}' could not be written: {one_line(e)}") from e
+            raise OSError(one_line(e)) from e
 
 
 def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ class Trainer:
                         task.train()
                     with autocast(self.device, self.dtype):
                         parts = task(images, labels)
-                parts = {key: part for key, part in parts.items() if key != 'output'}
+                parts = {key: torch.as_tensor(part) for key, part in parts.items() if key != 'output'}
                 if not math.isfinite(parts['loss'].item()):
                     values = ', '.join(f'{key} {part.item():.4g}' for key, part in parts.items())
                     raise FloatingPointError(f'The loss is not finite in epoch {epoch + 1}, batch {i + 1} ({values}). '

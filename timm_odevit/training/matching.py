@@ -148,5 +148,5 @@ def match(times: Sequence[float], ends: Sequence[float]) -> list[int]:
     for i, time in enumerate(times[:len(ends)]):
         low, high = chosen[-1] + 1 if chosen else 0, len(ends) - min(len(times), len(ends)) + i  # room for the others
         nearest = min(range(len(ends)), key=lambda j: abs(ends[j] - time))
-        chosen.append(high if i == len(times) - 1 else min(max(nearest, low), high))
+        chosen.append(min(max(nearest, low), high))
     return chosen
