@@ -381,13 +381,13 @@ def test_attention_maps_are_those_of_the_field_fused_or_not(vit, config, images)
 
 
 def test_rollout_multiplies_the_maps_of_all_steps(vit, images):
-    model = vit().eval()
+    model = convert_(vit().eval(), steps=6).model
     found = attention_over_time(model, images, batch_size=2)
     with follow(model, images) as flow:
-        first, second = [m.mean(1) for m in attention_maps(flow)][:2]
+        first, second = [m.mean(1) / 2 for m in attention_maps(flow)][:2]  # h = 1/2
     eye = torch.eye(first.shape[-1])
-    assert torch.allclose(found.attention[:, 0], first[:, 0], atol=1e-6) and found.prefix == 1
-    assert torch.allclose(found.rollout[:, 1], ((second + eye) / 2 @ (first + eye) / 2)[:, 0], atol=1e-6)
+    assert torch.allclose(found.attention[:, 0], 2 * first[:, 0], atol=1e-6) and found.prefix == 1
+    assert torch.allclose(found.rollout[:, 1], ((second + eye) / 1.5 @ (first + eye) / 1.5)[:, 0], atol=1e-6)
     assert torch.allclose(found.rollout.sum(-1), torch.ones(found.rollout.shape[:2]), atol=1e-5)
 
 

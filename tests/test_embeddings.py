@@ -94,6 +94,17 @@ def test_a_model_is_nearest_to_itself(vit):
     assert found._repr_markdown_() == text
 
 
+def test_the_error_is_relative_to_the_teachers_variance_and_zero_shot_is_the_largest_cosine(vit):
+    (student, teacher), images = pair(vit), torch.cat([x for x, _ in batches()])
+    classes = torch.randn(3, 32) * torch.tensor([[1.], [9.], [99.]])  # of any norm
+    found = evaluate_embeddings(student, batches(), teacher=teacher, class_embeddings=classes).results[-1]
+    with torch.no_grad():
+        ours, theirs = student.eval()(images), teacher.eval()(images)
+    assert found.error == pytest.approx(((ours - theirs).square().mean() / theirs.var(0, correction=0).mean()).item(), rel=1e-4)
+    right = F.cosine_similarity(ours[:, None], classes, dim=-1).argmax(1) == torch.cat([labels for _, labels in batches()])
+    assert found.zero_shot == pytest.approx(100 * right.double().mean().item())
+
+
 def test_without_a_teacher_and_without_labels_there_is_nothing_to_compare(vit):
     found = evaluate_embeddings(vit(num_classes=0), batches()).results[0]
     assert found.cosine is None and found.knn is None and found.images == 12

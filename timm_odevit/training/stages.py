@@ -135,12 +135,12 @@ class Run:
         return history, best
 
     def _minutes_of(self, i: int, minutes: float) -> float:
-        """Minutes of a stage: its share of those that are left when it begins."""
+        """Minutes of a stage: its share of those that are left when it begins, at least half of its share of all."""
         planned = self.plan.setdefault('minutes', [])
         if i == len(planned):
             gone = max(sum(planned), (time.perf_counter() - self.began) / 60)
-            shares = [stage.share for stage in self.stages[i:]]
-            planned.append(max(1e-6, (minutes - gone) * shares[0] / sum(shares)))
+            shares = [stage.share for stage in self.stages]
+            planned.append(shares[i] * max((minutes - gone) / sum(shares[i:]), minutes / sum(shares) / 2))
             self.write()
         return planned[i]
 
