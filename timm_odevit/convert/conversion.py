@@ -191,15 +191,11 @@ def _on_blocks(method: str, model: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _group_matcher(model: Any, coarse: bool = False) -> Callable[[str], int]:
-    """The base's groups of parameters by depth, for layer decay: all shared blocks count as the first layer."""
-    renamed = {name: name for name, _ in model.named_parameters()}
-    for prefix, ode in ((n, m) for n, m in model.named_modules() if isinstance(m, OdeBlocks)):
-        layers, kept = ode.layers, len(ode.after)
-        places = {'shared': int(ode.t), **{f'before.{i}': layers[i] for i in range(len(ode.before))},
-                  **{f'after.{i}': layers[i - kept] for i in range(kept)}}
-        for part, layer in places.items():
-            start = f'{prefix}.{part}.'
-            renamed.update({n: f'{prefix}.{layer}.{n.removeprefix(start)}' for n in renamed if n.startswith(start)})
+    """The base's groups of parameters by depth, for layer decay: all shared blocks count as one layer."""
+    listed = {p: name for prefix, ode in model.named_modules() if isinstance(ode, OdeBlocks)
+              for i, block in enumerate([*ode.before, ode.shared, *ode.after])
+              for name, p in block.named_parameters(f'{prefix}.{i}')}
+    renamed = {name: listed.get(p, name) for name, p in model.named_parameters()}
     base: Any = SimpleNamespace(named_parameters=lambda: [(n, None) for n in renamed.values()])
     groups = group_parameters(base, type(model).group_matcher(model, coarse=coarse), reverse=True)
     return lambda name: groups[renamed[name.removeprefix('_orig_mod.')]]  # of torch.compile
