@@ -21,8 +21,6 @@ def locked(folder: Path, name: str = 'run', wait: float = 0.) -> Iterator[None]:
     Raises OSError if another process still holds the lock after `wait` seconds, or if the folder cannot be written to.
     """
     made = [each for each in (folder, *folder.parents) if not each.exists()]
-    if not made and not folder.is_dir():
-        raise ValueError(f"Cannot write to '{folder}': a file of that name exists. Give a folder.")
     lock = FileLock(str(folder / f'{OWN}{name}.lock'))
     try:
         try:
