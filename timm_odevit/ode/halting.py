@@ -34,14 +34,11 @@ def run_halting(
     taken = torch.full((x.shape[0],), len(steps), device=x.device)  # len(x) would fix it in a graph
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         # shapes must not depend on values: every image goes through all steps
-        halted = torch.zeros_like(taken, dtype=torch.bool)
         for i, (step, context) in enumerate(steps, 1):
-            before, x = x, step(x, context)
-            x = carry(groups_of(x), torch.where(halted.view(-1, *[1] * (x.ndim - 1)), before, x))
+            going, y = taken >= i, step(x, context)
+            x = carry(groups_of(y), torch.where(going.view(-1, *[1] * (x.ndim - 1)), y, x))
             if i < len(steps):
-                done = entropy(readout(x)) <= threshold
-                taken = torch.where(done & ~halted, i, taken)
-                halted = halted | done
+                taken = torch.where(going & (entropy(readout(x)) <= threshold), i, taken)
         return x, taken
     active, ended = torch.arange(len(x), device=x.device), x
     for i, (step, context) in enumerate(steps, 1):
