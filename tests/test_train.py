@@ -27,7 +27,7 @@ from timm_odevit.data.sources import taken
 from timm_odevit.ode.fields import NativeField
 from timm_odevit.training.loop import Trainer
 from timm_odevit.training.recipe import PARTS, Stage, builtin_recipes
-from timm_odevit.training.stages import _names_of, adapted
+from timm_odevit.training.stages import _names_of
 
 HUB = Path(__file__).parent.parent / 'hub'
 QUICK = {'ode': {}, 'data': {'batch_size': 8}, 'fit': {'epochs': 2, 'lr': 3e-3}}
@@ -404,15 +404,6 @@ def test_a_damaged_plan_is_named_with_what_to_do(vit, data, tmp_path, text):
     (tmp_path / 'run' / 'run.json').write_text(text, encoding='latin-1')
     with pytest.raises(ValueError, match="run.json' is damaged. Start again in another folder"):
         run(recipe('fit.epochs=1'), data, tmp_path / 'run', teacher, resume=True)
-
-
-def test_the_packaged_recipe_adapts_to_models_that_need_all_patches(vit):
-    student, teacher = pair(vit)
-    shrink = Recipe.load('shrink')
-    assert adapted(shrink, student, teacher).stages == shrink.stages
-    teacher.rope = torch.nn.Identity()
-    first, last = adapted(shrink, student, teacher).stages
-    assert first.loss == {**shrink.stages[0].loss, 'patch_drop': 0.} and last == shrink.stages[1]
 
 
 def test_each_stage_trains_its_own_steps_also_after_an_interrupt_which_changes_nothing_else(vit, data, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ from timm_odevit import OdeConfig, TrajectoryDistillationTask, convert_, with_st
 from timm_odevit.training import tasks
 from timm_odevit.training.config import LossConfig
 from timm_odevit.training.losses import jasmin_loss, logit_loss, trajectory_loss
-from timm_odevit.training.matching import distance_times, match, softmax_times
+from timm_odevit.training.matching import can_drop_patches, distance_times, match, softmax_times
 
 PARTS = ('trajectory', 'jasmin', 'kd', 'task')
 
@@ -242,6 +242,13 @@ def test_teacher_and_student_see_the_same_share_of_the_patches(vit, batch):
     task.eval()(*batch)
     assert [x.shape[1] for x in tokens] == [9, 9, 9, 17] and not torch.allclose(tokens[0], tokens[1])
     assert not student.patch_drop._forward_hooks and not teacher.patch_drop._forward_hooks
+
+
+def test_models_with_rope_need_all_patches(vit):
+    student, teacher = pair(vit)
+    assert can_drop_patches(student, teacher)
+    teacher.rope = torch.nn.Identity()
+    assert not can_drop_patches(student, teacher)
 
 
 def test_some_batches_lose_contrast_get_noise_or_are_blurred():

@@ -29,9 +29,10 @@ from ..settings import number
 from ..training.config import BEST, HISTORY, LAST, MINUTES, RECIPE, RUN, START
 from ..training.fit import check_same, check_unused
 from ..training.loop import score_of
+from ..training.matching import can_drop_patches
 from ..training.recipe import Recipe
 from ..training.run import train
-from ..training.stages import adapted, read_run
+from ..training.stages import read_run
 from .candidates import Candidate, candidates, measure
 from .material import BATCH, SHARE, Material, converted, plain_student, prepare, suitable_settings
 from .verdict import Verdict
@@ -171,8 +172,10 @@ def _trained(
     images, labels, _, kind = material.choosing
     chosen = Mapped(list(zip(images.split(BATCH), labels.split(BATCH), strict=True)))
     data = replace(material.data, val=chosen, labelled=kind != 'cosine', why='')
-    recipe = Recipe.load('shrink', ['loss.embedding=true'] if kind == 'cosine' else [])
-    recipe = adapted(recipe, student, material.model)
+    changes = ['loss.embedding=true'] if kind == 'cosine' else []
+    if not can_drop_patches(student, material.model):
+        changes.append('stages.0.loss.patch_drop=0')
+    recipe = Recipe.load('shrink', changes)
     for i, of in enumerate(minutes, 1):
         if progress:
             done = (folder / str(i) / BEST / RECIPE).exists()

@@ -51,6 +51,12 @@ def _outside_the_blocks(model: nn.Module) -> dict[str, Any]:
         name: tuple(p.shape) for name, p in model.named_parameters() if '.blocks.' not in f'.{name}'}}
 
 
+def can_drop_patches(student: Any, teacher: Any) -> bool:
+    return is_one_sequence(student) and all(
+        isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
+        for model in (student, teacher))
+
+
 def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> None:
     name, odes, one = f'a {type(student).__name__}', find_ode_blocks(student), is_one_sequence(student)
     has_cls = one and has_class_token(student)
@@ -68,9 +74,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
             (weights['trajectory'] and not (config.patch_weight or (has_cls and config.cls_weight) or (
                 one and prefix_tokens(student) > has_cls and config.register_weight)),
              f'patch_weight is 0, and so are the weights of the other tokens of {name}. Set it above 0.'),
-            (config.patch_drop and (not one or not all(
-                isinstance(getattr(model, 'patch_drop', None), nn.Identity) and not getattr(model, 'rope', None)
-                for model in (student, teacher))),
+            (config.patch_drop and not can_drop_patches(student, teacher),
              f'patch_drop needs a teacher, and models that run on some of their patches, unlike {name}. Set it to 0.'),
             ((weights['jasmin'] or config.exits) and not one,
              f'jasmin_weight and exits need one sequence of tokens, prefix tokens first, but {name} has none.'),

@@ -25,7 +25,6 @@ from ..saving.save import save_pretrained
 from .config import BEST, RUN, START, FitConfig
 from .fit import EPOCHS, count_updates, fit
 from .loop import score_of, try_one_batch, validate, words_of
-from .matching import check_loss
 from .recipe import PARTS, Recipe, Stage, prefixed
 from .tasks import TrajectoryDistillationTask
 
@@ -204,16 +203,3 @@ def read_run(folder: Path) -> Any:
         return found
     except (AttributeError, ValueError) as e:
         raise ValueError(f"'{folder / RUN}' is damaged. Start again in another folder.") from e
-
-
-def adapted(recipe: Recipe, student: nn.Module, teacher: nn.Module | None) -> Recipe:
-    """A recipe without patch_drop where the models cannot do without patches."""
-    stages = []
-    for stage in recipe.stages:
-        if stage.task == 'trajectory' and recipe.loss_of(stage).patch_drop:
-            try:
-                check_loss(student, teacher, recipe.loss_of(stage))
-            except ValueError:  # RoPE, say
-                stage = replace(stage, loss={**(stage.loss or {}), 'patch_drop': 0.})
-        stages.append(stage)
-    return replace(recipe, stages=tuple(stages))
