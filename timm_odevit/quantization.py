@@ -14,7 +14,6 @@ BITS = 4  # of what is stored
 GROUP = 32  # consecutive numbers of a tensor
 SMALL = 1024  # a tensor with fewer numbers, and a vector, keeps 16 bits
 ENOUGH = 128  # images to round by
-_PARTS = ('codes', 'scale', 'zero')
 _EAGER = Lock()  # of the stance, in which hooks run: all threads share it
 
 
@@ -51,10 +50,9 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if is_rounded(tensor):
             codes, scale, zero = in_groups(tensor)
             *rows, last = tensor.shape
-            for part, value in zip(_PARTS, (
-                    _pairs(codes.flatten()[:tensor.numel()]).view(*rows, last // 2), scale[:, 0],
-                    _pairs(F.pad(zero[:, 0], (0, len(zero) % 2)))), strict=True):
-                small[f'{name}.{part}'] = value.contiguous()
+            small[f'{name}.codes'] = _pairs(codes.flatten()[:tensor.numel()]).view(*rows, last // 2)
+            small[f'{name}.scale'] = scale[:, 0].contiguous()
+            small[f'{name}.zero'] = _pairs(F.pad(zero[:, 0], (0, len(zero) % 2)))
         else:
             small[name] = (tensor.clamp(-65504, 65504).half() if tensor.is_floating_point() else tensor).contiguous()
     return small
@@ -62,12 +60,10 @@ def packed(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def unpacked(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The state dict of which `packed` made this, with rounded numbers; any other one as it is."""
-    stems = [name.removesuffix('.codes') for name, tensor in state.items()
-             if name.endswith('.codes') and tensor.dtype is torch.uint8]
-    large = {name: tensor for name, tensor in state.items()
-             if name.rpartition('.')[0] not in stems or name.rpartition('.')[2] not in _PARTS}
-    for stem in stems:
-        codes, scale, zero = (state[f'{stem}.{part}'] for part in _PARTS)
+    large = dict(state)
+    for stem in [name.removesuffix('.codes') for name, tensor in state.items()
+                 if name.endswith('.codes') and tensor.dtype is torch.uint8]:
+        codes, scale, zero = (large.pop(f'{stem}.{part}') for part in ('codes', 'scale', 'zero'))
         shape = (*codes.shape[:-1], 2 * codes.shape[-1])
         flat = _singles(codes.flatten())
         groups = F.pad(flat, (0, -len(flat) % GROUP)).view(-1, GROUP)
