@@ -365,8 +365,7 @@ def test_attention_maps_of_many_families(name):
 @pytest.mark.parametrize('config', [dict(), dict(method='rk4', steps=3), dict(field='lipschitz', method='euler'),
                                     dict(phases=2)])
 def test_attention_maps_are_those_of_the_field_fused_or_not(vit, config, images):
-    model = convert_(vit(), OdeConfig(**config)).model
-    model.eval()
+    model = convert_(vit(qk_norm='field' not in config), OdeConfig(**config)).model
     found = []
     for fused in (True, False):
         for module in model.modules():
@@ -378,6 +377,7 @@ def test_attention_maps_are_those_of_the_field_fused_or_not(vit, config, images)
     for maps in found:
         for ours, theirs in zip(maps, wanted):
             assert torch.allclose(ours, theirs, atol=1e-5)
+    assert model.bfloat16().blocks.shared.attention_map(0., flow.start.bfloat16()).dtype == torch.float32
 
 
 def test_rollout_multiplies_the_maps_of_all_steps(vit, images):

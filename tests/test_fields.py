@@ -6,7 +6,7 @@ from timm.layers import set_fused_attn
 from torch import nn
 from torch.nn.utils import prune
 
-from timm_odevit.ode.fields import CenterNorm, LipschitzField, NativeField
+from timm_odevit.ode.fields import CenterNorm, LipschitzField
 
 
 def lipschitz(**kwargs):
@@ -107,12 +107,3 @@ def test_dropout_acts_in_training_only(rates):
     field, x = lipschitz(**rates), torch.randn(8, 5, 12, dtype=torch.float64)
     assert torch.equal(field.eval()(0., x), field(0., x))
     assert not torch.equal(field.train()(0., x), field(0., x))
-
-
-def test_native_attention_map(vit):
-    block = vit(qk_norm=True).blocks[0]
-    x, attn = torch.randn(2, 17, 32), block.attn
-    q, k, v = attn.qkv(block.norm1(x)).view(2, 17, 3, 2, 16).permute(2, 0, 3, 1, 4)
-    y = NativeField(block).attention_map(0., x) @ v
-    torch.testing.assert_close(attn.proj(y.transpose(1, 2).reshape(2, 17, 32)), attn(block.norm1(x)), rtol=1e-4, atol=1e-5)
-    assert NativeField(block.bfloat16()).attention_map(0., x.bfloat16()).dtype == torch.float32
