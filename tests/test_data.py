@@ -15,7 +15,6 @@ from timm.data import resolve_input_data_config
 from timm.utils import random_seed
 from torch.utils.data import DataLoader, TensorDataset
 
-from timm_odevit import Recipe, train
 from timm_odevit.data.batches import DataConfig, set_epoch
 from timm_odevit.data.preprocessing import data_config, open_image, read_image, warn_of_other_classes
 from timm_odevit.data.read import classes_of, read_data, with_test
@@ -217,35 +216,19 @@ def test_order_and_mixing_depend_on_seed_and_epoch_alone(vit, settings):
             read(tensors, vit(), batch_size=7, **settings)
 
 
-@pytest.mark.parametrize('setting', [dict(padding=2), dict(flip=0.), dict(workers=0)])
+@pytest.mark.parametrize('setting', [dict(padding=2), dict(flip=0.), dict(workers=0), dict(mixup=0.5), dict(smoothing=0.1), dict(reprob=0.25)])
 def test_settings_of_other_data(vit, images, arrays, setting):
-    source = images() if 'padding' in setting or 'flip' in setting else arrays
-    for of in (source, (torch.rand(8, 3, 16, 16), torch.arange(8) % 5)):
-        with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to .*Leave it out'):
+    pair, name = (torch.rand(8, 3, 16, 16), torch.arange(8) % 5), next(iter(setting))
+    for of in {'padding': (images(), pair), 'flip': (images('other'), pair), 'workers': (arrays, pair)}.get(name, ([pair],)):
+        with pytest.raises(ValueError, match=f'data.{name} does not apply to this source, a .*Leave it out'):
             read_data(of, vit(), DataConfig(**setting))
 
 
-@pytest.mark.parametrize('setting', [dict(mixup=0.5), dict(smoothing=0.1), dict(reprob=0.25)])
-def test_batches_of_a_loader_are_not_changed(vit, setting):
-    loader = [(torch.rand(4, 3, 16, 16), torch.arange(4))]
-    with pytest.raises(ValueError, match=rf'data.{next(iter(setting))} does not apply to this source, a loader'):
-        read_data(loader, vit(), DataConfig(**setting))
-
-
-def test_images_without_labels_are_mixed_too(vit):
-    images = torch.rand(8, 3, 16, 16)
-    (mixed, labels), = read(images, vit(), labels=False, held_out=0., batch_size=8, mixup=0.5).train
-    assert labels.shape == (8, 1) and not any((image == mixed).flatten(1).all(1).any() for image in images)
-
-
-def test_folders_whose_names_do_not_count_are_mixed_too(vit, images):
-    loader = read(images(), vit(), labels=False, held_out=0., batch_size=8, mixup=0.5).train
-    assert all(labels.shape == (len(batch), 1) for batch, labels in loader)
-
-
-def test_batches_without_labels_are_no_class(vit, tmp_path):
-    with pytest.raises(ValueError, match=r'The first batch of .*, torch.float32 .*is not \(images, labels\)'):
-        train(Recipe.load('finetune'), [torch.rand(4, 3, 16, 16)], tmp_path, student=vit(), progress=False)
+def test_images_without_labels_are_mixed_too(vit, images):
+    tensors, options = torch.rand(8, 3, 16, 16), dict(labels=False, held_out=0., batch_size=8, mixup=0.5)
+    (mixed, labels), = read(tensors, vit(), **options).train
+    assert labels.shape == (8, 1) and not any((image == mixed).flatten(1).all(1).any() for image in tensors)
+    assert all(labels.shape == (len(batch), 1) for batch, labels in read(images(), vit(), **options).train)
 
 
 # --- folders
