@@ -1,9 +1,7 @@
 """The weights in hub/: what is stored loads by name, without a network, and computes what was stored with it."""
-import copy
 import json
 import runpy
 import shlex
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file
 
 import timm_odevit.registry
-from timm_odevit import Recipe, cli, with_steps
+from timm_odevit import Recipe, cli
 from timm_odevit.ode.blocks import find_ode_blocks
 
 HUB = Path(__file__).parent.parent / 'hub'
@@ -73,19 +71,3 @@ def test_a_published_card_is_generated_its_code_runs_and_its_metadata_are_valid(
     names = {}
     exec(card.text.split('```python\n')[1].split('```')[0], names)
     assert names['logits'].shape == (1, names['model'].num_classes)
-
-
-@pytest.mark.parametrize('name', [name for name in NAMES if 'three' in name][:1])
-def test_four_threads_with_their_own_numbers_of_steps_get_the_answers_of_one(name):
-    model = timm.create_model(name, pretrained=True).eval()
-    images = torch.randn(4, *model.pretrained_cfg['input_size'])
-    views, before = {steps: with_steps(model, steps) for steps in (3, 6, 8, 12)}, copy.deepcopy(model.state_dict())
-
-    def run(steps):
-        with torch.inference_mode():
-            return views[steps](images)
-    expected = {steps: run(steps) for steps in views}
-    with ThreadPoolExecutor(4) as pool:
-        for steps, found in zip([*views] * 3, pool.map(run, [*views] * 3), strict=True):
-            assert torch.equal(found, expected[steps])
-    assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())

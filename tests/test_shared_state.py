@@ -19,8 +19,9 @@ KINDS = [
     OdeConfig(phases=2, method='rk4', steps=2),
     OdeConfig(field='lipschitz', method='euler', phases=2),
     OdeConfig(phases=2, method='dopri5'),
+    OdeConfig(phases=2, tokens=0.4),
 ]
-kinds = pytest.mark.parametrize('config', KINDS, ids=lambda c: f'{c.field}-{c.phases}-{c.method}')
+kinds = pytest.mark.parametrize('config', KINDS, ids=repr)
 
 
 def in_threads(work, count=8):
