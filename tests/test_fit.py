@@ -187,12 +187,6 @@ def test_the_measurement_changes_nothing(vit):
     assert task.teacher is teacher and not any(module._forward_hooks for module in teacher.modules())
 
 
-def test_trains_a_teacher_with_timms_own_task(vit, tmp_path):
-    history = run(ClassificationTask(vit(), nn.CrossEntropyLoss()), tmp_path / 'run', epochs=8, ema_decay=0.5)
-    assert history[-1]['loss'] < history[0]['loss']
-    assert timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True).num_classes == 5
-
-
 def test_images_that_are_not_finite_are_named_and_a_model_is_no_task(vit):
     task = ClassificationTask(model := vit(), nn.CrossEntropyLoss(), verbose=False)
     with pytest.raises(FloatingPointError, match='epoch 1, batch 2 .*images of the batch are not finite'):
