@@ -63,17 +63,6 @@ def test_convert_distill_evaluate(folder, capsys):
     assert out.count('student') == 3 and out.startswith('images: 30 images; trained with K = 2, 3, 6, in bold')
 
 
-def test_convert_to_a_size_and_calibrate(folder, capsys):
-    assert run('convert', 'local-dir:teacher', 'new', '--size', '70%') == 0
-    assert 'blocks 0-2 -> 2 shared blocks' in capsys.readouterr().out
-    assert run('calibrate', 'local-dir:new', 'images', 'run', '--teacher', 'local-dir:teacher', '--epochs', '3', '--batch-size', '8') == 0
-    assert 'saved run' in capsys.readouterr().out
-    again = timm.create_model('local-dir:run', pretrained=True)
-    assert again.blocks.config == timm.create_model('local-dir:new').blocks.config
-    before = timm.create_model('local-dir:new', pretrained=True)
-    assert not any(torch.equal(p, before.get_parameter(name)) for name, p in again.blocks.named_parameters('blocks'))
-
-
 @pytest.mark.parametrize('source, options, expected', [
     ('local-dir:teacher', ['--phases', '2', '--tokens', '0.5'], dict(phases=2, tokens=0.5)),
     ('local-dir:teacher', ['--blocks', '1,2'], dict(blocks=(1, 2))),
@@ -431,18 +420,6 @@ def test_a_run_is_continued_from_anywhere(folder, capsys, monkeypatch):
     assert 'is a different recipe' in capsys.readouterr().err
     assert main(['distill', '--resume', '../tuned', '--quiet']) == 2
     assert "'../tuned' is not a run of odevit distill. Type: odevit finetune --resume ../tuned" in capsys.readouterr().err
-
-
-def test_the_names_of_other_classes_go(folder, capsys):
-    assert main(['finetune', 'deit_tiny_patch16_128.cifar100', 'images', 'tuned', '--set', 'fit.epochs=1', *RECIPE, '--quiet']) == 0
-    config = json.loads((folder / 'tuned' / 'best' / 'config.json').read_text())
-    assert config['label_names'] == ['c0', 'c1', 'c2'] and 'tag' not in config['pretrained_cfg']
-    images, labels = np.zeros((16, 16, 16, 3), np.uint8), np.arange(16) % 10
-    np.savez('ten.npz', x_train=images, y_train=labels, x_test=images, y_test=labels)
-    assert main(['finetune', 'deit_tiny_patch16_128.cifar100', 'ten.npz', 'unnamed', '--set', 'fit.epochs=1', '--set', 'data.batch_size=8',
-                 '--quiet']) == 0
-    config = json.loads((folder / 'unnamed' / 'best' / 'config.json').read_text())
-    assert 'label_names' not in config and 'tag' not in config['pretrained_cfg']
 
 
 def test_evaluate_on_other_images_in_mixed_precision(folder, capsys):

@@ -256,6 +256,8 @@ def test_the_names_of_the_classes_stay_with_the_model(vit, data, tmp_path):
     run(recipe('fit.epochs=1'), data, tmp_path / 'distilled', model)  # this data has no names
     student = timm.create_model(f"local-dir:{tmp_path / 'distilled' / 'best'}", pretrained=True)
     assert student.pretrained_cfg['label_names'] == names and student.blocks.steps == 3
+    run(tuned, data, tmp_path / 'unnamed', student=model)  # these may be other classes
+    assert not timm.create_model(f"local-dir:{tmp_path / 'unnamed' / 'best'}").pretrained_cfg.get('label_names')
     with pytest.raises(ValueError, match=r'must hold classes, a name for each label from 0 to 4; got <U3 \[2\]'):
         run(tuned, named(data, tmp_path / 'two.npz', names[:2]), tmp_path / 'other')
 
