@@ -150,8 +150,8 @@ def check_names(names: Sequence[str], source: Any) -> None:
 
 def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any) -> list[int] | None:
     """The label that a model has for each class of some data, by name; None if it knows as many, and not by name."""
-    own, known, imagenet = class_names(model), model.num_classes, imagenet_of(model)
-    own = imagenet.label_names() if imagenet else own
+    known, imagenet = model.num_classes, imagenet_of(model)
+    own = imagenet.label_names() if imagenet else class_names(model)
     if own and names and {*names} <= {*own} and len({*names}) == len(names):
         if twice := [name for name in names if own.count(name) > 1]:
             raise ValueError(f"The model has two classes called '{twice[0]}', so the name does not say which. Leave it "
