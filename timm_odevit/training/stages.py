@@ -41,11 +41,6 @@ class PreparedStage(NamedTuple):
     share: float  # of the time, in any unit
     scaled: bool  # whether its learning rate is
 
-    @property
-    def measured(self) -> Any:
-        """What the scores of two stages must share to be compared."""
-        return self.counts, self.task.embedding
-
 
 class Run:
     """Trains a student in place; states are kept in a folder or, without, in memory.
@@ -120,7 +115,7 @@ class Run:
                 records = fit(stage.task, self.data.train, self.data.val if out else None, out=out, resume=resume,
                               progress=progress, config=config, on_epoch=on_epoch)
                 history += [{'stage': i, **record} for record in records]
-                if stage.measured == last.measured:
+                if (stage.counts, stage.task.embedding) == (last.counts, last.task.embedding):  # so scores compare
                     states.append((max(records, key=score_of), out / BEST) if out else self._state(stage))
         finally:
             _let_learn(student, trainable)
