@@ -109,6 +109,8 @@ def test_a_teacher_of_another_size_from_a_file_teaches_a_student_of_that_size(fo
     torch.save(timm.create_model('vit_tiny_patch16_224', num_classes=3, depth=12).state_dict(), 'weights.pth')
     assert run('convert', teacher[0], 'new', *teacher[1:]) == 0
     assert run('calibrate', 'local-dir:new', 'images', 'fitted', '--epochs', '1', '--teacher', *teacher) == 0
+    new, fitted = (timm.create_model(f'local-dir:{name}', pretrained=True).blocks for name in ('new', 'fitted'))
+    assert fitted.config == new.config and not torch.equal(fitted.shared.block.mlp.fc1.weight, new.shared.block.mlp.fc1.weight)
     assert run('distill', 'autonomous', 'images', 'run', '--student', 'local-dir:fitted', '--teacher', *teacher, '--set', 'data.batch_size=8',
                '--set', 'data.workers=0', '--set', 'stages.0.fit.epochs=0', '--set', 'stages.1.fit.epochs=1') == 0
     assert '--teacher' not in capsys.readouterr().out.splitlines()[-1]

@@ -107,3 +107,19 @@ def test_dropout_acts_in_training_only(rates):
     field, x = lipschitz(**rates), torch.randn(8, 5, 12, dtype=torch.float64)
     assert torch.equal(field.eval()(0., x), field(0., x))
     assert not torch.equal(field.train()(0., x), field(0., x))
+
+
+@pytest.mark.parametrize('layer', ['qkv', 'fc1'])
+def test_a_layer_of_another_kind_or_with_another_forward_is_called(layer):
+    field, x = lipschitz(), torch.randn(1, 4, 12, dtype=torch.float64)
+    linear, expected = getattr(field, layer), field(0., x)
+    setattr(field, layer, nn.Sequential(linear))  # such as LoRA by hand
+    torch.testing.assert_close(field(0., x), expected)
+    setattr(field, layer, linear)
+    original = linear.forward
+    linear.forward = lambda y: 2 * original(y)  # accelerate replaces it so
+    louder = field(0., x)
+    del linear.forward
+    linear.weight.data *= 2
+    torch.testing.assert_close(louder, field(0., x))
+    assert not torch.allclose(louder, expected)

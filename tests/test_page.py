@@ -110,6 +110,13 @@ def test_a_picture_is_prepared_as_timm_does_it_and_classified(vit, opened, tmp_p
     page.keyboard.press('ArrowRight')
     page.get_by_text('ms for 7 steps').wait_for()
     assert page.inner_text('#count') == '7'
+    Image.new('RGB', (70_000, 100), 'red').save(tmp_path / 'wide.png')  # more than a canvas holds
+    page.set_input_files('#file', tmp_path / 'wide.png')
+    page.evaluate('new Promise(seen => setInterval(() => image?.[0] > image?.at(-1) + 1 && seen(), 50))')
+    (tmp_path / 'none.jpg').write_text('no picture')
+    page.set_input_files('#file', tmp_path / 'none.jpg')
+    page.get_by_text('cannot read none.jpg').wait_for()
+    assert not page.is_visible('#shown') and page.evaluate('path.length') == 0 and not page.locator('#top i').count()
 
 
 def test_the_file_is_small_and_names_in_it_are_only_text(vit, tmp_path, monkeypatch):

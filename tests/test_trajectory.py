@@ -151,16 +151,19 @@ def test_the_teacher_stays_as_it_is(vit, batch):
     assert not any(p.requires_grad or p.grad is not None for p in teacher.parameters())
 
 
-def test_the_teacher_sees_images_in_its_own_normalisation(vit, images):
-    student, teacher = pair(vit)
+@pytest.mark.parametrize('channels', [1, 3, 4])
+def test_the_teacher_sees_images_in_its_own_normalisation(vit, channels):
+    student, teacher = pair(vit, in_chans=channels)
     teacher.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': (0.5,) * 3, 'std': (0.25,) * 3}
     mean, std = (0.1, 0.2, 0.3), (0.3, 0.2, 0.1)
     student.pretrained_cfg = {**teacher.pretrained_cfg, 'mean': mean, 'std': std}
-    seen = []
+    seen, images = [], torch.randn(2, channels, 16, 16)
     teacher.register_forward_pre_hook(lambda module, args: seen.append(args[0]))
     TrajectoryDistillationTask(student, teacher, verbose=False)(images, torch.tensor([0, 1]))['loss'].backward()
-    pixels = images * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
-    torch.testing.assert_close(seen[0], (pixels - 0.5) / 0.25)
+    assert seen[0].shape == images.shape and not torch.allclose(seen[0], images)
+    if channels == 3:
+        pixels = images * torch.tensor(std).view(3, 1, 1) + torch.tensor(mean).view(3, 1, 1)
+        torch.testing.assert_close(seen[0], (pixels - 0.5) / 0.25)
     TrajectoryDistillationTask(student, teacher, checkpoints='distance', calibration=[images], verbose=False)
     assert torch.equal(seen[1], seen[0])
 

@@ -142,7 +142,7 @@ class CenterNorm(nn.Module):
     def fold(self, projection: Tensor) -> list[Tensor]:
         """Weight [M, D] and bias [M] of the one linear map that equals this norm followed by a projection [M, D]."""
         w = projection * (self.weight * self.scale)
-        return [w - w.mean(dim=1, keepdim=True), F.linear(self.bias, projection)]
+        return [w - w.mean(dim=1, keepdim=True), projection @ self.bias]
 
 
 class LipschitzField(Field):
@@ -205,8 +205,9 @@ class LipschitzField(Field):
         """Weight and bias of qkv behind its norm, then of fc1 behind its own."""
         # FSDP2 gathers weights only for calls; LoRA and int8 do more than multiply; hooks watch or change what they see
         layers = self.norm1, self.qkv, self.norm2, self.fc1
-        if is_traceable_wrapper_subclass(self.qkv.weight) or any(map(hooked, layers)) or (
-                [*map(type, layers)] != 2 * [CenterNorm, nn.Linear]):
+        if [*map(type, layers)] != 2 * [CenterNorm, nn.Linear] or any(
+                hooked(layer) or 'forward' in vars(layer) or is_traceable_wrapper_subclass(layer.weight)
+                for layer in layers):
             return None
         return [*self.norm1.fold(self.qkv.weight), *self.norm2.fold(self.fc1.weight)]
 

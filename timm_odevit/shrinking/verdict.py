@@ -141,11 +141,13 @@ class Verdict:
                     text=[str(i + 1) if i in front else '' for i in own],
                     textposition=[AROUND[front.index(i) % 3] if i in front else AROUND[0] for i in own],
                     hovertext=[f'{i + 1}: {escape(self.rows[i].name)}' for i in own])
-            figure.update_xaxes(type='log', title=f'{axis} (logarithmic)', tickvals=TICKS, row=1, col=column)
+            figure.update_xaxes(type='log', title=f'{axis}<br>(logarithmic)', title_font_size=12, tickvals=TICKS,
+                                row=1, col=column)
         figure.update_yaxes(title=f'{self.measure}, %', row=1, col=1)
         figure.update_xaxes(gridcolor=FAINT).update_yaxes(gridcolor=FAINT, zeroline=False)
         figure.update_layout(height=380, margin=dict(l=50, r=10, t=10, b=50), paper_bgcolor=CLEAR, plot_bgcolor=CLEAR,
-                             font_color='#808080', legend=dict(orientation='h', y=1.02, yanchor='bottom'))
+                             font_color='#808080', dragmode=False,
+                             legend=dict(orientation='h', y=1.02, yanchor='bottom'))
         head, *rows = ([str(i or ''), *cells] for i, cells in enumerate(self._cells()))
         best = [i for i, by in enumerate(self.beaten) if i == 0 or not by]
         others = [row for i, row in enumerate(rows) if i not in best]
