@@ -22,6 +22,7 @@ from timm_odevit.shrinking.candidates import Row
 from timm_odevit.shrinking.material import Held, plain_student, prepare
 from timm_odevit.shrinking.verdict import Verdict
 from timm_odevit.training import stages
+from timm_odevit.training.run import train
 
 
 @pytest.fixture
@@ -241,10 +242,15 @@ def test_more_minutes_go_on_from_the_constant_rate_and_lose_nothing(model, tmp_p
     (tmp_path / 'files' / 'original_of_a_verdict_without_onnx.pt2').touch()
     (tmp_path / 'files' / 'mine.onnx').touch()
 
+    def training(*args, **kwargs):
+        assert len([*tmp_path.glob('verdict.*')]) == 2  # of the files as they are
+        return train(*args, **kwargs)
+
     def measuring(*args, **kwargs):
         assert not [*tmp_path.glob('verdict.*')]  # of files that are replaced now
         return candidates.measure(*args, **kwargs)
-    monkeypatch.setattr('timm_odevit.shrinking.run.measure', measuring)
+    monkeypatch.setattr(run, 'measure', measuring)
+    monkeypatch.setattr(run, 'train', training)
     found = shrink(model, images(), tmp_path, size=0.5, minutes=3 * M, resume=True)
     printed = capsys.readouterr().out
     assert 'student: was trained for' in printed and 'student: training for' in printed and 'minutes left' in printed

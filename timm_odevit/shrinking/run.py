@@ -113,8 +113,6 @@ def shrink(
         if minutes < (before := plan.get('minutes', 0.)):
             raise ValueError(f"'{folder}' was given {before:g} minutes before; got {minutes:g}. Give more.")
         if minutes != before:
-            for old in folder.glob('verdict.[hj]*'):  # of files that change
-                old.unlink()
             plan.update(minutes=minutes, train=[*plan['train'], more])
         write_text(folder / RUN, to_json(plan))
         about = [f'{model_name(student)}: {done}', f"{minutes:g} minutes: {plan['prepare']:.2g} to prepare, "
@@ -129,6 +127,8 @@ def shrink(
             say(f"{name}, {left} of {len(students)} left to train: at most "
                 f"{left * sum(plan['train']) + plan['measure']:.3g} minutes left")
             trained[name] = _trained(each, material, plan['train'], folder / name, progress)
+        for old in folder.glob('verdict.[hj]*'):  # of files that change now
+            old.unlink()
         rows, notes = measure(candidates(material, trained['student'], trained.get('plain')), material.judging,
                               material.data.sample('train', ENOUGH)[0], folder / 'files', progress=say)
         verdict = Verdict(
