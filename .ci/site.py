@@ -58,7 +58,7 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
-    """Let a link to a folder lead to the page in it."""
+    """Let a link to a folder lead to the page in it, which may be HTML."""
     return LINK.sub(lambda link: link[1] + page_in((ROOT / page.file.src_uri).parent, link[2]), markdown)
 
 
@@ -71,7 +71,9 @@ def links(page):
 
 
 def page_in(folder, target):
-    return f"{target.rstrip('/')}/README.md" if (folder / target).is_dir() else target
+    if not (folder / target).is_dir():
+        return target
+    return target.rstrip('/') + ('/index.html' if (folder / target / 'index.html').exists() else '/README.md')
 
 
 def text_of(page):
