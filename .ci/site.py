@@ -24,9 +24,9 @@ SECTIONS = {
 }
 INTRODUCTION = """# API reference
 
-The public names of `timm_odevit`, and the classes that they return. In the examples, `vit` is a pretrained timm model,
-`teacher` a copy of it, `student` the same, converted, `clip` a CLIP of the library in question, `images` a batch of
-images, normalised for it, `loader` batches of images and labels, and `photos` a folder of images.
+The public names of `timm_odevit`, and the classes that they return or hold. In the examples, `vit` is a pretrained
+timm model, `teacher` a copy of it, `student` the same, converted, `clip` a CLIP of the library in question, `images` a
+batch of images, normalised for it, `loader` batches of images and labels, and `photos` a folder of images.
 """
 
 
@@ -42,7 +42,7 @@ def on_files(files, config):
 
     found = dict.fromkeys(['README.md', *guide, *results, *models, *project])
     for page in (todo := list(found)):
-        new = [path for path in links(page) if path not in found] if page.endswith('.md') else []
+        new = [path for path in dict.fromkeys(links(page)) if path not in found] if page.endswith('.md') else []
         found.update(dict.fromkeys(new))
         todo += new
         for path in new:
@@ -87,7 +87,8 @@ def text_of(page):
 
 def on_page_content(html, page, config, files):
     """Let long names in tables break at their joints, and the names that docstrings mention lead to the reference."""
-    html = re.sub(r'<td><code>[^<]{24,}', lambda cell: re.sub(r'[_.]', r'\g<0><wbr>', cell[0]), html)
+    html = re.sub(r'(<td>(?:<a [^>]*>)?<code>)([^<]{24,})',
+                  lambda cell: cell[1] + re.sub(r'[_.]', r'\g<0><wbr>', cell[2]), html)
     if page.file.src_uri != 'api.md':
         return html
     known = {'timm_odevit.dynamics': 'dynamics', **{anchor.split('.')[1]: anchor for anchor in
@@ -97,7 +98,7 @@ def on_page_content(html, page, config, files):
 
 
 def reference():
-    """The page of all public names by section, each followed by the classes of what it returns."""
+    """The page of all public names by section, each followed by the classes that it returns or holds."""
     package = griffe.load('timm_odevit', search_paths=[ROOT])
     public = {package[name].target_path: name for name in package.exports if name != '__version__'}
     sections = {section: [] for section in SECTIONS}
@@ -108,20 +109,28 @@ def reference():
             raise PluginError(f'Which section of the reference has {path}? Add its module to SECTIONS in .ci/site.py.')
         sections[fitting[max(fitting, key=len)]].append(path)
 
-    text, shown = INTRODUCTION, set(public)
+    text, shown = INTRODUCTION, {path.removeprefix('timm_odevit.') for path in public}
     for section, paths in sections.items():
         text += f'\n## {section}\n'
         if section == 'Dynamics':  # what its docstring says of all of them
             text += '\n' + package['dynamics'].docstring.value.split('\n\n')[1] + '\n'
         for path in sorted(paths, key=lambda path: public[path].lower()):
             text += f'\n::: timm_odevit.{public[path]}\n'
-            returned = getattr(package[public[path]], 'returns', None)
-            names = returned.iterate(flat=True) if isinstance(returned, griffe.Expr) else ()
-            for name in [name.canonical_path for name in names if isinstance(name, griffe.ExprName)]:
-                if name.startswith('timm_odevit.') and name not in shown:
+            for name in (todo := classes(package, package[public[path]].final_target)):
+                if name not in shown:
                     shown.add(name)
-                    text += f'\n::: {name}\n'
+                    text += f'\n::: timm_odevit.{name}\n'
+                    todo += classes(package, package[name])
     return text
+
+
+def classes(package, item):
+    """The classes of the package that a function returns, or that the fields of a class hold."""
+    hints = [item.returns] if item.is_function else [each.annotation for each in item.attributes.values()]
+    names = [name.canonical_path for hint in hints if isinstance(hint, griffe.Expr)
+             for name in hint.iterate(flat=True) if isinstance(name, griffe.ExprName)]
+    own = [name.removeprefix('timm_odevit.') for name in names if name.startswith('timm_odevit.')]
+    return [name for name in own if package[name].is_class]
 
 
 class Defaults(griffe.Extension):
