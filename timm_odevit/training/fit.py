@@ -30,7 +30,7 @@ def fit(
         task: TrainingTask, train_loader: Any, val_loader: Iterable[Any] | None = None, *,
         out: str | Path | None = None, resume: bool = False, progress: bool = True, config: FitConfig | None = None,
         on_epoch: Callable[..., Any] | None = None, **settings: Any,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
     Writes `out/last.pt`, the state after the last epoch; `out/best`, in timm's format, the model with the best top-1
@@ -70,7 +70,7 @@ def fit(
                              'batches, or a DataLoader.')
     updates = count_updates(train_loader, config.accumulate)
     folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
-    history: list[dict[str, float]] = []
+    history: list[dict[str, Any]] = []
     asked = {**vars(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}
     del asked['epochs'], asked['compile']  # which may change when the run is resumed
     plan: dict[str, Any] = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}

@@ -37,7 +37,7 @@ def train(
         student: nn.Module | None = None, minutes: float | None = None, resume: bool = False, limit: int | None = None,
         command: dict[str, Any] | None = None, device: str | torch.device = 'cpu', progress: bool = True,
         on_epoch: Callable[..., Any] | None = None,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Run a recipe.
 
     Writes to `out`: recipe.yaml; run.json, the plan; start/, the student before training; stage0/, ..., as `fit` does;
@@ -171,7 +171,7 @@ def _named(model: Any, names: list[str] | None, keep: bool) -> dict[str, Any]:
 def calibrate_(
         model: nn.Module, teacher: nn.Module, images: Any, *, minutes: float | None = None, epochs: int | None = None,
         batch_size: int = 16, lr: float | None = None, amp: str | None = None, seed: int = 0, progress: bool = True,
-) -> list[dict[str, float]]:
+) -> list[dict[str, Any]]:
     """Fit a converted model in place to the model that it was converted from, in minutes, on images without labels.
 
     Only the shared blocks learn, to follow the teacher's hidden states. Of the weights before and after, those are kept
