@@ -9,10 +9,10 @@ quantization        weights in a few bits
 ode                 the mathematics
 data                images and labels in batches
 convert             from a pretrained transformer to an ODE-ViT, and back
-interop             vision transformers of other libraries: turned into timm models, and put back
-saving              models in files and on the Hub: found and checked, saved, sent
+interop             vision transformers of other libraries
+saving              models in files and on the Hub
 registry            the registered models
-dynamics            what the states do along the way: exponents, Lipschitz constants, trajectories, attention
+dynamics            what the states do along the way
 evaluation          accuracy over step counts
 training            distillation, calibration, recipes
 export              models in files that run without this package

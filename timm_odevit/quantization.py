@@ -80,7 +80,7 @@ def _singles(pairs: Tensor) -> Tensor:
     return torch.stack([pairs >> 4, pairs & 15], dim=-1).flatten()
 
 
-def quantize_(model: nn.Module, images: Tensor, bits: int = BITS) -> None:
+def quantize_(model: nn.Module, images: Tensor, bits: int = 4) -> None:
     """Round the matrices of a model's layers in place, such that these compute almost the same on some images.
 
     Those of a shared block are rounded for its inputs in all steps. `save_pretrained` and `export_model` with bits=4

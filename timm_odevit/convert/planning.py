@@ -24,7 +24,7 @@ def check_convertible(model: nn.Module, config: OdeConfig | None = None, **setti
     """Raise the error that `convert_` with the same arguments would raise, but for those of tokens and halting.
 
     Examples:
-        >>> check_convertible(vit, method='rk4', phases=2)    # raises nothing: this can be converted
+        >>> check_convertible(vit, method='rk4', phases=2)    # raises nothing
     """
     check_all(model, OdeConfig.from_keywords(config, settings, 'check_convertible'))
 

@@ -21,7 +21,7 @@ class FitConfig(Settings):
     Attributes:
         epochs: Or else give minutes.
         minutes: Train for about so long, with about a fifth of it, at most, for validation.
-        opt: timm optimizer (compared in hub/lab/ingredients.md).
+        opt: timm optimizer.
         lr: Peak learning rate.
         weight_decay: Not applied to norms, biases and embeddings.
         sched: timm scheduler, stepped at every update; 'step' is a constant rate.
