@@ -60,13 +60,15 @@ class Conversion(Replacements):
         blocks: Its OdeBlocks: one, or one per stage.
         layers: Number of converted blocks.
         config: Without stages, steps and T are filled in.
-        parameters_before, parameters_after: Their numbers.
+        parameters_before: Number of parameters.
+        parameters_after: The same, converted.
 
     Examples:
         >>> done = convert_(vit)
         >>> done.restore()
     """
     what = 'the blocks of this conversion'
+    blocks: tuple[OdeBlocks, ...]
 
     def __init__(
             self, model: nn.Module, sites: list[Site], blocks: tuple[OdeBlocks, ...], config: OdeConfig,

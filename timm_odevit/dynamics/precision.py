@@ -18,13 +18,20 @@ from .flow import Flow, Images, PerImage, follow, joined, norms
 
 @dataclass(frozen=True, repr=False)
 class DiscretisationError(PerImage):
-    """Errors of a method with K steps, relative to the distance between the start and the end of the exact solution."""
-    error: Tensor  # [B], distance of the last state from the reference solution's
-    local: Tensor  # [B, K], what each step adds from the state where it starts
-    reference: Tensor  # [B], how accurate `error` is: distance of the reference from one with half as many steps
+    """Errors of a method with K steps, relative to the distance between the start and the end of the exact solution.
+
+    Attributes:
+        error: [B], distance of the last state from the reference solution's.
+        local: [B, K], what each step adds from the state where it starts.
+        reference: [B], how accurate `error` is: distance of the reference from one with half as many steps.
+        times: [K], at which the steps end.
+    """
+    error: Tensor
+    local: Tensor
+    reference: Tensor
     method: str
     steps: int
-    times: Tensor  # [K], at which the steps end
+    times: Tensor
 
 
 def discretisation_errors(

@@ -19,13 +19,22 @@ SETTLED = 1e-4  # change of the exponents in a sweep, per unit of time
 
 @dataclass(frozen=True, repr=False)
 class Exponents(PerImage):
-    """Finite-time Lyapunov exponents of B images, per unit of time, which is one block."""
-    values: Tensor  # [B, m], the leading exponents at the end, descending where they settled; or NaN
-    running: Tensor  # [B, K, m], mean growth up to each time of the tangent vectors that grow most until the end
-    residual: Tensor  # [B], how much the last sweep changed the exponents; NaN without two sweeps
-    drift: Tensor  # [B, m], how far the running values of the last half of the time lie from the final ones
-    reasons: tuple[str | None, ...]  # for each image, why there are none: what is not finite or vanishes, and when
-    times: Tensor  # [K], of `running`
+    """Finite-time Lyapunov exponents of B images, per unit of time, which is one block.
+
+    Attributes:
+        values: [B, m], the leading exponents at the end, descending where they settled; or NaN.
+        running: [B, K, m], mean growth up to each time of the tangent vectors that grow most until the end.
+        residual: [B], how much the last sweep changed the exponents; NaN without two sweeps.
+        drift: [B, m], how far the running values of the last half of the time lie from the final ones.
+        reasons: For each image, why there are none: what is not finite or vanishes, and when.
+        times: [K], of `running`.
+    """
+    values: Tensor
+    running: Tensor
+    residual: Tensor
+    drift: Tensor
+    reasons: tuple[str | None, ...]
+    times: Tensor
 
     def __repr__(self) -> str:
         good = self.values[~self.values[:, 0].isnan(), 0]
@@ -154,8 +163,14 @@ def _orthogonal(vectors: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class LipschitzConstants(PerImage):
-    values: Tensor  # [B, K], at the start of each step; NaN where the state is not finite
-    times: Tensor  # [K], of the starts
+    """Of the field, for B images.
+
+    Attributes:
+        values: [B, K], at the start of each step; NaN where the state is not finite.
+        times: [K], of the starts.
+    """
+    values: Tensor
+    times: Tensor
 
 
 def lipschitz_constants(

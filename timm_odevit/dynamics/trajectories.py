@@ -14,10 +14,18 @@ from .stability import log_softmax_bound
 
 @dataclass(frozen=True, repr=False)
 class Geometry(PerImage):
-    speed: Tensor  # [B, K], distance per unit of time, over all tokens
-    norm: Tensor  # [B, K + 1], of the state
-    angle: Tensor  # [B, K - 1], between a step and the next, in degrees; NaN where one of them has no length
-    times: Tensor  # [K + 1], of the states
+    """How B images move.
+
+    Attributes:
+        speed: [B, K], distance per unit of time, over all tokens.
+        norm: [B, K + 1], of the state.
+        angle: [B, K - 1], between a step and the next, in degrees; NaN where one of them has no length.
+        times: [K + 1], of the states.
+    """
+    speed: Tensor
+    norm: Tensor
+    angle: Tensor
+    times: Tensor
 
 
 def trajectory_geometry(model: Any, images: Images = None, *, batch_size: int = 64) -> Geometry:
@@ -47,10 +55,18 @@ def _angle(a: Tensor, b: Tensor) -> Tensor:
 
 @dataclass(frozen=True, repr=False)
 class ClassOverTime(PerImage):
-    classes: Tensor  # [B, K + 1], of the largest logit
-    probability: Tensor  # [B, K + 1], of the class that the model gives in the end
-    settled: Tensor  # [B], the time from which on the class no longer changes; NaN where a state is not finite
-    times: Tensor  # [K + 1], of the states
+    """The class of each state.
+
+    Attributes:
+        classes: [B, K + 1], of the largest logit.
+        probability: [B, K + 1], of the class that the model gives in the end.
+        settled: [B], the time from which on the class no longer changes; NaN where a state is not finite.
+        times: [K + 1], of the states.
+    """
+    classes: Tensor
+    probability: Tensor
+    settled: Tensor
+    times: Tensor
 
 
 def class_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> ClassOverTime:
@@ -83,12 +99,20 @@ def attention_maps(flow: Flow) -> Iterator[Tensor]:
 
 @dataclass(frozen=True, repr=False)
 class AttentionOverTime(PerImage):
-    """The attention of the class token, or else of the mean token, in K steps, averaged over the heads."""
-    attention: Tensor  # [B, K, N], probabilities
-    rollout: Tensor  # [B, K, N], of all steps so far together: of x + h attention(x), x counts 1 and attention h
-    softmax_bound: Tensor  # [B, K, heads], JaSMin's g_1, the largest over the query rows, at most 1/2
-    times: Tensor  # [K], at which the steps start
-    prefix: int  # tokens that come before those of the patches
+    """The attention of the class token, or else of the mean token, in K steps, averaged over the heads.
+
+    Attributes:
+        attention: [B, K, N], probabilities.
+        rollout: [B, K, N], of all steps so far together: of x + h attention(x), x counts 1 and attention h.
+        softmax_bound: [B, K, heads], JaSMin's g_1, the largest over the query rows, at most 1/2.
+        times: [K], at which the steps start.
+        prefix: Number of tokens before those of the patches.
+    """
+    attention: Tensor
+    rollout: Tensor
+    softmax_bound: Tensor
+    times: Tensor
+    prefix: int
 
 
 def attention_over_time(model: Any, images: Images = None, *, batch_size: int = 64) -> AttentionOverTime:

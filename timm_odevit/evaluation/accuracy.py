@@ -36,7 +36,8 @@ def evaluate(
         One Result for the teacher, if any, and one for each step count. Images whose logits are NaN count as wrong,
         with a warning.
 
-    Raises ValueError if model, teacher and labels do not have the same classes, or the loader is empty.
+    Raises TypeError for steps of what is no ODE-ViT, ValueError if model, teacher and labels do not have the same
+    classes, or the loader is empty.
 
     Examples:
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
@@ -78,13 +79,21 @@ def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class Halting:
-    """A threshold, and what it does to the images on which it was chosen."""
-    threshold: float  # for `halting_threshold` of an OdeConfig
+    """A threshold, and what it does to the images on which it was chosen.
+
+    Attributes:
+        threshold: For `halting_threshold` of an OdeConfig.
+        nfe: Mean field evaluations per image.
+        full_nfe: Those without halting.
+        top1: Accuracy in percent; without labels, agreement with the full run.
+        full_top1: That without halting.
+    """
+    threshold: float
     images: int
-    nfe: float  # mean field evaluations per image
-    full_nfe: int  # those without halting
-    top1: float  # accuracy in percent; without labels, agreement with the full run
-    full_top1: float  # that without halting
+    nfe: float
+    full_nfe: int
+    top1: float
+    full_top1: float
 
     def apply_(self, model: nn.Module) -> None:
         """Turn halting on, in place: the settings are saved with the model."""

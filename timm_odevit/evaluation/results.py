@@ -76,21 +76,32 @@ def _run(loader: Any, runs: Any, each: Any, labels: bool, amp_dtype: Any, progre
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured:
-    model: str  # 'teacher', 'student' or 'model'
-    steps: int | None  # of all solvers; None if it is not an ODE-ViT
-    nfe: float | None  # mean field evaluations per image
+    model: str
+    steps: int | None
+    nfe: float | None
     parameters: int
     images: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Result(_Measured):
-    """Of the classes of one model at one step count."""
-    top1: float  # accuracy in percent
-    top5: float  # the same; top-C with C < 5 classes
-    loss: float  # mean cross-entropy in nats per image; NaN if any logits are
-    agreement: float | None  # share of images whose top-1 class is the teacher's, in percent
-    kept: float | None  # share of the teacher's top-1 accuracy, in percent
+    """Of the classes of one model at one step count.
+
+    Attributes:
+        model: 'teacher', 'student' or 'model'.
+        steps: Of all solvers; None if it is not an ODE-ViT.
+        nfe: Mean field evaluations per image.
+        top1: Accuracy in percent.
+        top5: The same; top-C with C < 5 classes.
+        loss: Mean cross-entropy in nats per image; NaN if any logits are.
+        agreement: Share of images whose top-1 class is the teacher's, in percent.
+        kept: Share of the teacher's top-1 accuracy, in percent.
+    """
+    top1: float
+    top5: float
+    loss: float
+    agreement: float | None
+    kept: float | None
 
     COLUMNS = (('top1', 'top-1 %', 2), ('top5', 'top-5 %', 2), ('loss', 'loss', 4), ('agreement', 'agreement %', 1),
                ('kept', 'kept %', 1))
@@ -98,13 +109,22 @@ class Result(_Measured):
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingResult(_Measured):
-    """Of the embeddings of one model at one step count; None for what needs more than was given."""
-    cosine: float | None = None  # with the teacher's, mean
-    error: float | None = None  # squared, relative to the variance of the teacher's embeddings
-    neighbours: float | None = None  # share of images with the same nearest other image as the teacher's, in percent
-    knn: float | None = None  # top-1 accuracy of the nearest labelled images, in percent
-    probe: float | None = None  # of a linear classifier
-    zero_shot: float | None = None  # of the class embedding with the largest cosine
+    """Of the embeddings of one model at one step count, as in Result; None for what needs more than was given.
+
+    Attributes:
+        cosine: With the teacher's, mean.
+        error: Squared, relative to the variance of the teacher's embeddings.
+        neighbours: Share of images with the same nearest other image as the teacher's, in percent.
+        knn: Top-1 accuracy of the nearest labelled images, in percent.
+        probe: That of a linear classifier.
+        zero_shot: That of the class embedding with the largest cosine.
+    """
+    cosine: float | None = None
+    error: float | None = None
+    neighbours: float | None = None
+    knn: float | None = None
+    probe: float | None = None
+    zero_shot: float | None = None
 
     COLUMNS = (('cosine', 'cosine', 4), ('error', 'error', 4), ('neighbours', 'neighbours %', 1), ('knn', 'k-NN %', 2),
                ('probe', 'probe %', 2), ('zero_shot', 'zero-shot %', 2))

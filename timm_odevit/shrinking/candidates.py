@@ -47,17 +47,31 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
+    """What was measured of a candidate.
+
+    Attributes:
+        kind: 'original', 'plain' or 'student'.
+        file: Its name.
+        mb: Its size, 10^6 bytes.
+        value: Accuracy, agreement or cosine, in percent.
+        interval: How far its 95 % interval reaches.
+        margin: That of its difference from the first candidate's.
+        ms: Median time per image, in batches of 1 and of 32; of the processor, if one thread runs.
+        ms_off: That of their ratios to the first candidate's, in percent.
+        operations: Multiply-adds for an image, in 10^6.
+        neighbours: Nearest images that are the original's, in percent.
+    """
     kind: str
     name: str
-    file: str  # its name
-    mb: float  # its size, 10^6 bytes
-    value: float  # accuracy, agreement or cosine, in percent
-    interval: float  # how far its 95 % interval reaches
-    margin: float  # that of its difference from the first candidate's
-    ms: tuple[float, ...]  # median time per image, in batches of 1 and of 32; of the processor, if one thread runs
-    ms_off: tuple[float, ...]  # that of their ratios to the first candidate's, in percent
-    operations: float  # multiply-adds for an image, in 10^6
-    neighbours: float = math.nan  # nearest images that are the original's, in percent
+    file: str
+    mb: float
+    value: float
+    interval: float
+    margin: float
+    ms: tuple[float, ...]
+    ms_off: tuple[float, ...]
+    operations: float
+    neighbours: float = math.nan
 
 
 def candidates(material: Material, student: nn.Module, plain: nn.Module | None) -> Iterator[Candidate]:
