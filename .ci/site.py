@@ -59,6 +59,7 @@ def on_files(files, config):
 
 def on_page_markdown(markdown, page, config, files):
     """Let a link to a folder lead to the page in it, which may be HTML."""
+    markdown = re.sub(r'\[([^]]*)\]\(\.github/[^)]*\)', r'\1', markdown)  # which GitHub Pages does not serve
     return LINK.sub(lambda link: link[1] + page_in((ROOT / page.file.src_uri).parent, link[2]), markdown)
 
 
