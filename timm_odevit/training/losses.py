@@ -42,7 +42,10 @@ class TrajectoryPass(nn.Module):
             criterion: Any,
     ) -> dict[str, Tensor]:
         """For views of the student, whose output is to be near `wanted`, what TrajectoryDistillationTask returns."""
-        passes = [self._parts(view, images, seen, wanted, labels, criterion) for view in views]
+        def judged(output: Tensor) -> dict[str, Tensor]:  # the last one, or that of an exit
+            kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
+            return {**kd, 'task': criterion(output, labels)} if self.config.task_weight > 0 else kd
+        passes = [self._parts(view, images, seen, judged) for view in views]
         outputs, found = zip(*passes, strict=True)
         names = dict.fromkeys(name for parts in found for name in parts)  # a pass of one step has no exits
         parts = {name: torch.stack([parts[name] for parts in found if name in parts]).mean() for name in names}
@@ -56,7 +59,7 @@ class TrajectoryPass(nn.Module):
                 parts[name] = part.detach()
         return {'loss': loss, 'output': outputs[0], **{f'{name}_loss': part for name, part in parts.items()}}
 
-    def _parts(self, student: Any, images: Tensor, seen: Any, *given: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    def _parts(self, student: Any, images: Tensor, seen: Any, judged: Any) -> tuple[Tensor, dict[str, Tensor]]:
         config, odes = self.config, find_ode_blocks(student)
         first, last = len(odes[0].before), len(odes[0].before) + odes[0].steps - 1
         exits = [min(max(first + round(t * odes[0].steps) - 1, first), last - 1) for t in config.exits
@@ -77,16 +80,12 @@ class TrajectoryPass(nn.Module):
                   for states, of in zip(ours, theirs, strict=True) for i, wanted in of.items()]
         known = {'trajectory': errors, 'jasmin': jasmin}
         parts = {name: torch.stack(values).mean() for name, values in known.items() if values}
-        parts.update(self._output_losses(output, *given))
+        parts.update(judged(output))
         losses = [config.weights[name] * part for each in early
-                  for name, part in self._output_losses(each, *given).items() if config.weights[name] > 0]
+                  for name, part in judged(each).items() if config.weights[name] > 0]
         if losses:
             parts['exit'] = torch.stack(losses).sum() / len(early)
         return output, parts
-
-    def _output_losses(self, output: Tensor, wanted: Tensor | None, labels: Any, criterion: Any) -> dict[str, Tensor]:
-        kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
-        return {**kd, 'task': criterion(output, labels)} if self.config.task_weight > 0 else kd
 
     def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
         if self.config.embedding:
