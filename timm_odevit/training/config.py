@@ -138,8 +138,8 @@ class LossConfig(Settings):
         names = ('trajectory', 'jasmin', 'kd', 'task', 'exit', 'consistency')
         return {name: getattr(self, f'{name}_weight') for name in names}
 
-    def counts(self, own: int) -> tuple[tuple[int, ...], ...] | None:
-        """The numbers of steps that updates draw from, for a student with `own` steps; None for only those."""
+    def counts(self, own: int) -> tuple[tuple[int, ...], ...]:
+        """The numbers of steps that updates draw from, for a student with `own` steps."""
         def count(k: int | str) -> int:
             return int(_number_of_steps('steps', k if isinstance(k, int) else max(1, round(float(k[:-1]) / 100 * own))))
-        return None if self.steps is None else tuple(tuple(map(count, of)) for of in self.of_updates)
+        return ((own,),) if self.steps is None else tuple(tuple(map(count, of)) for of in self.of_updates)

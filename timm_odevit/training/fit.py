@@ -202,7 +202,7 @@ def _seconds_per_update(task: Any, train_loader: Any, config: FitConfig) -> floa
     """By a few on a copy of the task, in which each number of steps has its turn."""
     teacher = getattr(task, 'teacher', None)
     trial = copy.deepcopy(task, {} if teacher is None else {id(module): module for module in teacher.modules()})
-    updates = 1 + max(TIMED, len(getattr(trial, 'counts', [None])[0] or ()))
+    updates = 1 + max(TIMED, len(getattr(trial, 'counts', [()])[0]))
     config = replace(config, epochs=1, minutes=None, compile=False)
     done: list[float] = []
     trainer = Trainer(trial, Stream(train_loader, updates * config.accumulate), config, updates)

@@ -62,7 +62,7 @@ def check_loss(student: Any, teacher: nn.Module | None, config: LossConfig) -> N
     has_cls = one and has_class_token(student)
     several, weights = len(odes) > 1, config.weights
     for wrong, why in (
-            (any(k < ode.fewest_steps for ode in odes for of in config.counts(ode.steps) or () for k in of),
+            (any(k < ode.fewest_steps for ode in odes for of in config.counts(ode.steps) for k in of),
              f'steps={config.steps}: each of the {max(ode.fewest_steps for ode in odes)} shared blocks needs a step. '
              'Give more of them.'),
             *((teacher is None and weights[part] > 0, f'{part}_weight needs a teacher. Give one, or set it to 0.')

@@ -153,18 +153,19 @@ class Recipe(Settings):
         """Whether a stage learns from the labels; if none does, they only judge, and may be missing."""
         return any(stage.task == 'labels' or self.loss_of(stage).task_weight > 0 for stage in self.stages)
 
+    def counts_of(self, stage: Stage, own: int) -> tuple[tuple[int, ...], ...]:
+        return self.loss_of(stage).counts(own) if stage.task == 'trajectory' else ((own,),)
+
     def trained_at(self, own: int) -> tuple[int, ...]:
         """The numbers of steps that the last stage trains, for a student that had `own` steps before training."""
-        last = self.stages[-1]
-        counts = self.loss_of(last).counts(own) if last.task == 'trajectory' else None
-        return tuple(sorted({k for of in counts or ((own,),) for k in of}))
+        return tuple(sorted({k for of in self.counts_of(self.stages[-1], own) for k in of}))
 
     def without_shares(self, own: int) -> 'Recipe':
         """With numbers of steps in place of shares; see `trained_at`."""
         stages = []
         for stage in self.stages:
-            if stage.task == 'trajectory' and (counts := self.loss_of(stage).counts(own)):
-                steps = [list(of) if len(of) > 1 else of[0] for of in counts]
+            if stage.task == 'trajectory' and self.loss_of(stage).steps:
+                steps = [list(of) if len(of) > 1 else of[0] for of in self.counts_of(stage, own)]
                 stage = replace(stage, loss={**(stage.loss or {}), 'steps': steps})
             stages.append(stage)
         return replace(self, stages=tuple(stages))

@@ -76,8 +76,7 @@ class Run:
             task = TrajectoryDistillationTask(
                 student, teacher, criterion=criterion, config=loss, calibration=sample, verbose=False)
         task.labelled = self.data.labelled or teacher is None
-        counts = [each or ((steps,),) for each, steps in zip(
-            getattr(task, 'counts', [None] * len(self.own)), self.own, strict=True)]
+        counts = [recipe.counts_of(stage, own) for own in self.own]
         share = config.minutes or float(config.epochs or 0)
         if config.minutes is None and counts:
             share *= sum(map(sum, counts[0])) / len(counts[0])

@@ -73,7 +73,7 @@ class TrajectoryDistillationTask(TrainingTask):
         self.trainable_module = TrajectoryPass(student, config, times)
         self.config, self.embedding = config, config.embedding
         self.criterion = criterion or nn.CrossEntropyLoss()
-        self.counts: list[Any] = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
+        self.counts = [config.counts(ode.steps) for ode in odes]  # shares are those of the present numbers
         self.begin_update(0)
 
     def train(self, mode: bool = True) -> Self:
