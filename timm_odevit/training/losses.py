@@ -61,8 +61,9 @@ class TrajectoryPass(nn.Module):
 
     def _parts(self, student: Any, images: Tensor, seen: Any, judged: Any) -> tuple[Tensor, dict[str, Tensor]]:
         config, odes = self.config, find_ode_blocks(student)
-        first, last = len(odes[0].before), len(odes[0].before) + odes[0].steps - 1
-        exits = [min(max(first + round(t * odes[0].steps) - 1, first), last - 1) for t in config.exits
+        ode = odes[0]  # the only one, if there are exits or JaSMin
+        first, last = len(ode.before), len(ode.before) + ode.steps - 1
+        exits = [min(max(first + round(t * ode.steps) - 1, first), last - 1) for t in config.exits
                  ] if last > first else []
         # steps after which attention is recomputed: the first and the last but one
         starts = sorted({first, max(last - 1, first)}) if config.jasmin_weight > 0 else []
@@ -70,17 +71,16 @@ class TrajectoryPass(nn.Module):
         after = {*theirs[0], *starts, *exits}, *theirs[1:]
         with watch_blocks([list(ode) if of else [] for ode, of in zip(odes, after, strict=True)]) as paths:
             features = student.forward_features(images)
-        ours = [{i: path[i + 1] for i in of} for (path, _), of in zip(paths, after, strict=True)]
+        ours = [states[1:] for states, _ in paths]  # after each block
         # as a step that starts where step i ends would attend
-        jasmin = [jasmin_loss(odes[0].shared.attention_map(odes[0][i].t + odes[0][i].h, ours[0][i])) for i in starts]
+        jasmin = [jasmin_loss(ode.shared.attention_map(ode[i].t + ode[i].h, ours[0][i])) for i in starts]
         early = [student.forward_head(student.norm(ours[0][i])) for i in exits]
         output = student.forward_head(features)
         shares = config.cls_weight, config.register_weight, config.patch_weight
-        errors = [trajectory_loss(states[i], wanted, self.prefix, self.has_cls, shares)
-                  for states, of in zip(ours, theirs, strict=True) for i, wanted in of.items()]
+        errors = [trajectory_loss(states[i], target, self.prefix, self.has_cls, shares)
+                  for states, of in zip(ours, theirs, strict=True) for i, target in of.items()]
         known = {'trajectory': errors, 'jasmin': jasmin}
-        parts = {name: torch.stack(values).mean() for name, values in known.items() if values}
-        parts.update(judged(output))
+        parts = {name: torch.stack(values).mean() for name, values in known.items() if values} | judged(output)
         losses = [config.weights[name] * part for each in early
                   for name, part in judged(each).items() if config.weights[name] > 0]
         if losses:
