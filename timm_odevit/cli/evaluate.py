@@ -20,7 +20,6 @@ from ..data.sources import files_in
 from ..evaluation.embeddings import without_classifiers
 from ..export.files import load_exported, metadata
 from ..files import to_json, write_text
-from ..hooks import AMP_DTYPES
 from ..ode.blocks import find_ode_blocks
 from ..quantization import ENOUGH
 from ..saving.cards import model_card
@@ -53,20 +52,20 @@ def evaluate(args: Any) -> None:
     embedding = args.embedding or not model.num_classes
     data = _data(args, model, embedding)
     loader, words = (data.test, data.words['test']) if args.test else data.evaluated()
+    options: Any = dict(steps=args.steps, amp_dtype=args.amp, progress=not args.quiet)
     if embedding:
         host, (model, teacher) = model, without_classifiers(model, teacher)
         words += ', outputs without the head' * (model is not host)
-    for each in () if embedding else (model, teacher):
-        warn_of_other_classes(each, data.classes, args.data)
-    options: Any = dict(steps=args.steps, teacher=teacher, amp_dtype=AMP_DTYPES[args.amp], progress=not args.quiet)
-    if embedding:
         others = data.train is not None and (data.val or data.test) is not None and data.num_classes > 1
         if teacher is None and not others:
             raise ValueError('There is nothing to compare with. Give --teacher, or labelled images with --held-out or '
                              '--test.')
-        results: Any = evaluate_embeddings(model, loader, labelled=data.plain() if others else None, **options)
+        options['labelled'] = data.plain() if others else None
+        results: Any = evaluate_embeddings(model, loader, teacher=teacher, **options)
     else:
-        results = evaluate_classes(model, loader, **options)
+        for each in (model, teacher):
+            warn_of_other_classes(each, data.classes, args.data)
+        results = evaluate_classes(model, loader, teacher=teacher, **options)
     results = replace(results, data=words, trained_at=steps_of_training(model))
     print(results)
     if args.json:
