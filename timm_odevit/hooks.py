@@ -1,6 +1,5 @@
 """What running a model takes: hooks, modes, random states and precision; its hidden states."""
 import random
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
@@ -117,12 +116,3 @@ def watch_blocks(stages: Sequence[Sequence[nn.Module]]) -> Iterator[list[BlockRe
             for block in blocks:
                 hooks.enter_context(block.register_forward_hook(partial(note, record), with_kwargs=True))
         yield records
-
-
-def state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tensor:
-    """The state at a time, interpolated linearly between those recorded at strictly increasing times."""
-    right = min(max(bisect_right(times, t + 1e-6), 1), len(times) - 1)
-    share = min((t - times[right - 1]) / (times[right] - times[right - 1]), 1.)
-    if share < 1e-5:
-        return states[right - 1]
-    return states[right] if share > 1 - 1e-5 else torch.lerp(states[right - 1], states[right], share)

@@ -1,4 +1,5 @@
 """Whether student, teacher and loss fit together, and which teacher's state each step is to reach."""
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -8,7 +9,7 @@ from timm.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..convert.block_kinds import find_stages, has_class_token, prefix_tokens
-from ..hooks import evaluating, state_at, watch_blocks
+from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import OdeBlocks, find_ode_blocks
 from .config import LossConfig
 
@@ -117,7 +118,16 @@ def targets(ode: OdeBlocks, times: Sequence[float], states: Sequence[Tensor]) ->
     """
     ends = [(step.t + step.h - ode.t) / (ode.end - ode.t) for step in ode.solver]
     first = len(ode.before)
-    return {first + step: state_at(states[first:], [0., *times], ends[step]) for step in match(times, ends)}
+    return {first + step: _state_at(states[first:], [0., *times], ends[step]) for step in match(times, ends)}
+
+
+def _state_at(states: Sequence[Tensor], times: Sequence[float], t: float) -> Tensor:
+    """The state at a time, interpolated linearly between those recorded at strictly increasing times."""
+    right = min(max(bisect_right(times, t + 1e-6), 1), len(times) - 1)
+    share = min((t - times[right - 1]) / (times[right] - times[right - 1]), 1.)
+    if share < 1e-5:
+        return states[right - 1]
+    return states[right] if share > 1 - 1e-5 else torch.lerp(states[right - 1], states[right], share)
 
 
 def softmax_times(distances: Sequence[float]) -> list[float]:
