@@ -14,7 +14,6 @@ from ..data.preprocessing import check_labels
 from ..hooks import evaluating, watch_blocks
 from ..ode.blocks import the_ode, with_steps
 from ..ode.halting import entropy
-from ..ode.methods import METHODS
 from ..settings import number
 from .results import NO_CLASS, Evaluation, Result, passes
 
@@ -164,5 +163,5 @@ def calibrate_halting(
     threshold, taken, top1 = best
     return Halting(
         threshold=threshold, images=len(right),
-        nfe=METHODS[blocks.method].evaluations * taken.double().mean().item(),
+        nfe=blocks.nfe / blocks.steps * taken.double().mean().item(),
         full_nfe=blocks.nfe, top1=100 * top1, full_top1=100 * full)
