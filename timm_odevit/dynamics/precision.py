@@ -57,7 +57,7 @@ def discretisation_errors(
     if integer(2)('fine', fine) % 2:
         raise ValueError(f'fine must be even; got {fine}.')
     if steps is None:
-        steps = sorted({max(ode.steps // 2, len(ode.shared.borders) + 1), ode.steps, 2 * ode.steps})
+        steps = sorted({max(ode.steps // 2, ode.fewest_steps), ode.steps, 2 * ode.steps})
     if methods is None or isinstance(methods, str):
         methods = [methods or ode.method]
     each = [(one_of(list(METHODS))('method', method), count)
