@@ -1,4 +1,7 @@
-"""The training loop, epoch by epoch: a task, its optimizer and schedule, its first batch, its validation."""
+"""The training loop, epoch by epoch: a task, its optimizer and schedule, its first batch, its validation.
+
+Tasks may have a title, teacher, counts, begin_update, embedding, labelled and config.
+"""
 import math
 import time
 from collections import defaultdict
@@ -209,8 +212,7 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
     try:
         images, labels = batch
         check_images(images)
-        known = getattr(task, 'labelled', True) and not getattr(task, 'embedding', False)
-        used = known and getattr(getattr(task, 'config', None), 'task_weight', 1.) > 0
+        used = getattr(getattr(task, 'config', None), 'task_weight', 1.) > 0
         criterion = getattr(task, 'criterion', None) if used else None
         if criterion is not None and labels.ndim == 1 and not labels.is_floating_point():  # others stop a GPU
             ignored = labels == getattr(criterion, 'ignore_index', -100)
