@@ -156,9 +156,9 @@ class Recipe(Settings):
     def counts_of(self, stage: Stage, own: int) -> tuple[tuple[int, ...], ...]:
         return self.loss_of(stage).counts(own) if stage.task == 'trajectory' else ((own,),)
 
-    def trained_at(self, own: int) -> tuple[int, ...]:
-        """The numbers of steps that the last stage trains, for a student that had `own` steps before training."""
-        return tuple(sorted({k for of in self.counts_of(self.stages[-1], own) for k in of}))
+    def trained_at(self, own: int, stage: int = -1) -> tuple[int, ...]:
+        """The numbers of steps that a stage, or the last, trains, for a student that had `own` steps before."""
+        return tuple(sorted({k for of in self.counts_of(self.stages[stage], own) for k in of}))
 
     def without_shares(self, own: int) -> 'Recipe':
         """With numbers of steps in place of shares; see `trained_at`."""

@@ -37,7 +37,7 @@ class PreparedStage(NamedTuple):
     task: Any
     names: set[str]  # of the parameters that learn
     config: FitConfig
-    counts: list[list[int]]  # the numbers of steps that it trains, of each OdeBlocks
+    counts: list[tuple[int, ...]]  # the numbers of steps that it trains, of each OdeBlocks
     share: float  # of the time, in any unit
     scaled: bool  # whether its learning rate is
 
@@ -76,14 +76,14 @@ class Run:
             task = TrajectoryDistillationTask(
                 student, teacher, criterion=criterion, config=loss, calibration=sample, verbose=False)
         task.labelled = self.data.labelled or teacher is None
-        counts = [recipe.counts_of(stage, own) for own in self.own]
         share = config.minutes or float(config.epochs or 0)
-        if config.minutes is None and counts:
-            share *= sum(map(sum, counts[0])) / len(counts[0])
-        if config.minutes is None and stage.task == 'trajectory':
-            share *= 1. - loss.patch_drop
+        if config.minutes is None and self.own:
+            counts = recipe.counts_of(stage, self.own[0])
+            share *= sum(map(sum, counts)) / len(counts)
+            if stage.task == 'trajectory':
+                share *= 1. - loss.patch_drop
         return PreparedStage(
-            task, names, config, [sorted({k for of in each for k in of}) for each in counts], share, stage.scale_lr)
+            task, names, config, [recipe.trained_at(own, i) for own in self.own], share, stage.scale_lr)
 
     def write(self) -> None:
         if self.folder is not None:
