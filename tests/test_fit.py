@@ -52,6 +52,7 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert (history[0]['updates'], history[0]['amp']) == (len(loaders()[0]), None)
     without = TrajectoryDistillationTask(*pair(vit))  # labels that no part needs may be those of other classes
     assert 'task_loss' not in fit(without, [(images, labels + 500) for images, labels in loaders()[0]], epochs=1, progress=False)[0]
+    assert not any(module.training for module in without.get_eval_model().modules())  # as before
     assert json.loads((tmp_path / 'run' / 'history.json').read_text()) == history
     assert {p.name for p in (tmp_path / 'run').iterdir()} == {'best', 'history.json', 'last.pt'}
     best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True).eval()

@@ -35,7 +35,7 @@ def fit(
 
     Writes `out/last.pt`, the state after the last epoch; `out/best`, in timm's format, the model with the best top-1
     accuracy, or cosine with the teacher's embeddings, on `val_loader` (without one, the last); and `out/history.json`.
-    Global random states are restored afterwards, so two calls at once need two processes, not threads.
+    Global random states and the mode are restored afterwards, so two calls at once need two processes, not threads.
 
     Args:
         task: Task to train, such as TrajectoryDistillationTask or timm's ClassificationTask; on its device.
@@ -76,6 +76,8 @@ def fit(
     plan: dict[str, Any] = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
     state = None
     with alone_in(folder), random_states_kept(device), ExitStack() as stack:
+        for module in task.modules():
+            stack.callback(setattr, module, 'training', module.training)
         if folder is not None:
             describe(models_of(task)['model'])  # fail now rather than after the first epoch
             if (folder / RECIPE).exists():

@@ -206,9 +206,8 @@ def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> floa
 
 @contextmanager
 def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
-    """If a first batch does not fit the model, say why, and restore the task's buffers and modes."""
+    """If a first batch does not fit the model, say why, and restore the task's buffers."""
     buffers = [(buffer, buffer.clone()) for buffer in task.buffers()]
-    modes = [(module, module.training) for module in task.modules()]
     try:
         images, labels = batch
         check_images(images)
@@ -223,8 +222,6 @@ def _must_fit(name: str, batch: Any, task: Any) -> Iterator[None]:
     except Exception as e:
         for buffer, before in buffers:
             buffer.data.copy_(before)
-        for module, mode in modes:
-            module.training = mode
         what = ', '.join(map(described, batch if isinstance(batch, (tuple, list)) else [batch]))
         raise ValueError(f'The first batch of {name}, {what}, is not (images, labels) that fit the model: '
                          f'{type(e).__name__}: {one_line(e)}') from e
