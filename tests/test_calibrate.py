@@ -114,7 +114,7 @@ def test_minutes_are_spent(vit):
     started = time.perf_counter()
     history = calibrate_(student, teacher, torch.randn(20, 3, 16, 16), minutes=0.03, batch_size=8, progress=False)
     assert 0.2 < sum(record['seconds'] for record in history) < 3.6 and time.perf_counter() - started < 10
-    assert history[0]['loss'] > history[9]['loss'] and 'kd_loss' in history[-1]
+    assert history[0]['loss'] > history[-1]['loss'] and 'kd_loss' in history[-1]
 
 
 def test_no_time_is_one_update(vit):
