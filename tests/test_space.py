@@ -32,7 +32,7 @@ def page(tmp_path):
     with (tmp_path / 'log').open('w') as log, \
             subprocess.Popen([sys.executable, str(SPACE / 'app.py')], env=env, stdout=log, stderr=log) as app:
         try:
-            for _ in range(120):
+            for _ in range(360):
                 try:
                     urllib.request.urlopen(url, timeout=2)
                     break
