@@ -51,8 +51,9 @@ class Elsewhere(torch.Tensor):
 
 
 class Backend(getattr(backend_registration, '_DummyBackendModule', object)):
-    """torch.second: a device with random numbers of its own."""
+    """torch.second: a device with random numbers of its own; `waits` counts what makes the CPU wait for a GPU."""
     state = torch.get_rng_state()
+    waits = 0
 
     def get_rng_state(self, device=None):
         return Backend.state
@@ -74,6 +75,9 @@ def run(func, *args, **kwargs):
     given, structure = tree_flatten((args, kwargs))
     there = {id(v.held): v for v in given if isinstance(v, Elsewhere)}
     here = [v for v in given if isinstance(v, torch.Tensor) and not isinstance(v, Elsewhere)]
+    indexed = func._overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_)
+    Backend.waits += bool(there) and (func._overloadpacket in (torch.ops.aten._local_scalar_dense, torch.ops.aten.nonzero) or (
+        indexed and any(i.dtype == torch.bool for i in args[1] if i is not None)))
     written = args[:1] if func._schema.is_mutable else ()
     if func is not torch.ops.aten.copy_.default and any(v.ndim or any(v is w for w in written) for v in here):
         raise RuntimeError(f'{func} mixes a tensor of the CPU with one of the second device')
@@ -107,9 +111,12 @@ def journey(device, settings):
     yield 'base', model(images)
     torch.manual_seed(0)  # of all devices
     done = convert_(model, **settings)
-    yield 'converted', model(images)
+    waits, logits = Backend.waits, model(images)
+    assert Backend.waits - waits <= 5 * ('halting' in settings) or 'rtol' in settings  # one before each later step
+    yield 'converted', logits
     yield 'steps of each image', model.blocks.steps_taken
-    result = evaluate(model, data).results[0]
+    waits, result = Backend.waits, evaluate(model, data).results[0]
+    assert Backend.waits == waits or {'halting', 'rtol'} & {*settings}
     yield 'evaluate', torch.tensor([result.top1, result.loss, result.nfe], device=device)
     yield 'a view with 2 steps', with_steps(model, 2)(images)
     model.blocks.steps = 5

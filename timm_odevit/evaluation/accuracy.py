@@ -70,7 +70,7 @@ def evaluate(
 
 def _score(logits: Tensor, labels: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Of each image, its class [B], which of the five likeliest is right [B, 5], and the cross-entropy [B]."""
-    labels = check_labels(labels, logits.shape[1])
+    labels = check_labels(labels, logits.shape[1]).to(logits.device)
     nan = logits.isnan().any(dim=1, keepdim=True)  # topk takes NaN for the largest
     best = logits.topk(min(5, logits.shape[1])).indices.masked_fill(nan, NO_CLASS)
     return best[:, 0], best == labels[:, None], F.cross_entropy(logits, labels, reduction='none')

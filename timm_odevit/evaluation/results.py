@@ -69,7 +69,7 @@ def _run(loader: Any, runs: Any, each: Any, labels: bool, amp_dtype: Any, progre
                 with autocast(parameter.device, amp_dtype):
                     outputs = model(x if normalisation is None else normalisation(x))
                     evaluations[i] += len(x) * sum(ode.evaluations for ode in stages)
-                    rows[i].append(each(outputs.float(), None if truth is None else truth.to(x.device)))
+                    rows[i].append(each(outputs.float(), truth))
     return [(n, [torch.cat(column).cpu() for column in zip(*of, strict=True)])
             for n, of in zip(evaluations, rows, strict=True)]
 

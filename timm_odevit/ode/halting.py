@@ -46,12 +46,12 @@ def run_halting(
         if i == len(steps):
             break
         done = entropy(readout(x)) <= threshold
-        if done.any():
-            taken[active[done]] = i
-            ended = ended.index_copy(0, active[done], x[done])
-            stay = (~done).nonzero()[:, 0]
-            if not len(stay):
-                return ended, taken
+        if count := int(done.sum()):  # one wait for a GPU, not one for each mask
+            stay, leave = done.int().argsort(stable=True).tensor_split([len(done) - count])
+            taken[active[leave]] = i
+            ended = ended.index_copy(0, active[leave], x[leave])
             groups, active = groups_of(x), active[stay]
             x = carry(groups and Groups(*(of[stay] for of in groups)), x[stay])
+            if not len(x):
+                break
     return ended.index_copy(0, active, x), taken
