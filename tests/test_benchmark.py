@@ -2,6 +2,7 @@
 import copy
 import json
 import math
+from contextlib import nullcontext
 from dataclasses import asdict
 
 import numpy as np
@@ -67,6 +68,14 @@ def test_all_take_turns_in_every_round():
     times = times_in_turns([lambda: calls.append('a'), lambda: calls.append('b')], 3)
     assert calls == 3 * (4 * ['a'] + 4 * ['b'])  # two calls that are not timed, two that are
     assert [len(seconds) for seconds in times] == [3, 3] and min(map(min, times)) > 0
+
+
+def test_the_gpu_of_the_models_is_the_one_that_is_waited_for(tiny, monkeypatch):
+    found = []
+    monkeypatch.setattr(torch.accelerator, 'device_index', lambda index: nullcontext(found.append(index)))
+    times_in_turns([int], 1, index=1)
+    benchmark({'a': tiny}, **QUICK)
+    assert found == [1, None]
 
 
 def test_turns_end_once_the_ratios_are_known():

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from ._version import __version__
-from .data.preprocessing import data_config, dtype_of
+from .data.preprocessing import data_config
 from .files import markdown_table
 from .ode.blocks import count_parameters, find_ode_blocks, with_steps
 from .settings import integer, one_of
@@ -90,13 +90,12 @@ def benchmark(
     timings: list[Timing] = []
     for size in dict.fromkeys(batch_sizes):
         batches: list[Sequence[Tensor]] = [
-            [torch.randn(size, *data_config(model)['input_size'], dtype=dtype_of(model),
-                         device=next(model.parameters()).device)]
+            [torch.randn(size, *data_config(model)['input_size']).to(next(model.parameters()))]
             if images is None else images(model, max(size, SAMPLE // size * size)).split(size)
             for model in candidates.values()]
         runs = [lambda model=model, of=of: [model(batch) for batch in of]
                 for model, of in zip(candidates.values(), batches, strict=True)]
-        times = times_in_turns(runs, rounds, progress)
+        times = times_in_turns(runs, rounds, progress, index=parameter.device.index)
         for (name, model), of, seconds in zip(candidates.items(), batches, times, strict=True):
             low, median, high = (np.percentile(seconds, (25, 50, 75)) / len(of)).tolist()
             evaluations = 0.
@@ -111,7 +110,7 @@ def benchmark(
 
 
 def times_in_turns(
-        runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False, within: float = 0.,
+        runs: Sequence[Callable[[], Any]], rounds: int, progress: bool = False, within: float = 0., index: Any = None,
 ) -> np.ndarray:
     """Seconds of a call of each function in each round [functions, rounds]: the mean of two after a warm-up.
 
@@ -124,7 +123,8 @@ def times_in_turns(
     timers = [Timer('run()', globals={'run': run}, num_threads=torch.get_num_threads(), **more) for run in runs]
     turns: list[list[float]] = []
     for _ in tqdm(range(rounds), unit='round', leave=False, disable=not progress):
-        turns.append([timer.timeit(2).median for timer in timers])
+        with torch.accelerator.device_index(index):  # Timer waits for it alone
+            turns.append([timer.timeit(2).median for timer in timers])
         if len(turns) > 4 and half_intervals(np.array(turns).T).max() < within:
             break
     return np.array(turns).T

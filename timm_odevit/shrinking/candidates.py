@@ -146,7 +146,7 @@ def measure(
     times, intervals = [], []
     for size in BATCHES:
         batch = held.images[torch.arange(size) % len(held.images)].to(device)
-        turns = times_in_turns([partial(run, batch) for *_, run in files], ROUNDS, within=WITHIN)
+        turns = times_in_turns([partial(run, batch) for *_, run in files], ROUNDS, within=WITHIN, index=device.index)
         times.append((1000. / size * np.median(turns, axis=1)).tolist())
         intervals.append((100. * half_intervals(turns)).tolist())
     timed = zip(zip(*times, strict=True), zip(*intervals, strict=True), strict=True)
