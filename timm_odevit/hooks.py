@@ -89,11 +89,11 @@ def described(value: Any) -> str:
 
 
 def check_images(images: Any) -> None:
-    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not len(images):
+    if not isinstance(images, Tensor) or images.ndim != 4 or not images.is_floating_point() or not images.numel():
         raise ValueError('images must be a floating-point tensor [N, C, H, W], normalised for the model; got '
                          f'{described(images)}.')
-    if not images.is_meta and not torch.isfinite(images).all():
-        raise ValueError('images must be finite; some values are not.')
+    if not images.is_meta and not torch.stack(images.aminmax()).isfinite().all():
+        raise ValueError('images must be finite.')
 
 
 # states before the first and after each block, and what the host passed to each, positional and by keyword
