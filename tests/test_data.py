@@ -240,6 +240,8 @@ def test_a_core_is_left_to_the_model(vit, images, monkeypatch, cores, workers):
     assert [loader.num_workers for loader in (data.train, data.val)] == [workers] * 2
     monkeypatch.setattr('timm_odevit.data.batches.get_all_start_methods', lambda: ['spawn', 'fork'])
     assert read_data(root, vit()).train.num_workers == 0  # each would import everything, in each epoch
+    monkeypatch.setattr(torch.nn.Parameter, 'is_cuda', True, raising=False)
+    assert read_data(root, vit()).train.pin_memory and not data.train.pin_memory
 
 
 def test_a_limit_takes_images_of_all_classes(vit, images, tmp_path):

@@ -233,7 +233,7 @@ class FileLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
         for images, labels in super().__iter__():
             read = labels != _UNREADABLE
-            yield images[read], labels[read]
+            yield (images, labels) if read.all() else (images[read], labels[read])
 
     def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         pairs = map(self.files.__getitem__, shuffled(self.count, seed).tolist())
@@ -251,8 +251,8 @@ def training_loader(samples: Samples, model: Any, config: DataConfig, seed: int)
     loader = create_loader(
         dataset, **data_config(model), batch_size=config.batch_of(len(samples)), is_training=True, scale=(0.35, 1.),
         re_prob=config.reprob, num_workers=_workers(config), distributed=rank_and_world()[1] > 1,
-        persistent_workers=False,  # each epoch seeds new workers, so that a resumed run sees the same images
-        use_prefetcher=False)
+        persistent_workers=False,  # each epoch seeds new ones, also when it is resumed
+        use_prefetcher=False, pin_memory=next(model.parameters()).is_cuda)
     if isinstance(loader.sampler, DistributedSampler):
         loader.sampler.seed = seed
     return loader

@@ -105,7 +105,7 @@ class Trainer:
                                              f"{_blamed(self.models['model'], images)}Lower lr, or use no float16.")
                 self.scaler.scale(parts['loss'] / accumulate).backward()
             for key, part in parts.items():
-                seen[key].append(part.detach().float())  # stays on the device: one wait per batch is enough
+                seen[key].append(part.detach().float())  # one wait per batch is enough
             if last:
                 self._step(update)
                 done()

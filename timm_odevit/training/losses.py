@@ -117,8 +117,8 @@ def trajectory_loss(
 def _variance(x: Tensor) -> Tensor:
     if rank_and_world()[1] == 1:
         return x.var(correction=0)
-    moments = over_processes(torch.stack([x.mean(), x.square().mean()]).double())
-    return (moments[1] - moments[0].square()).float()
+    mean, square = over_processes(torch.stack([x.mean(), x.square().mean()]).double())
+    return (square - mean.square()).float()
 
 
 def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Tensor:
