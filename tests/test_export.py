@@ -103,6 +103,7 @@ def test_int8_is_close_and_smaller(vit, five, tmp_path, ode, computed):
     (_, found), about = run_alone('onnx', path, five, tmp_path)
     error = (found - expected).norm() / expected.norm()
     assert 1e-6 < error < 0.1 and about['int8'] is True  # 8 bits round; without rounding, it would be 1e-7
+    assert domains_of(path) == ['']
     written = onnx.load(path).graph
     assert [node.op_type for node in written.node].count('MatMulInteger') == computed  # linear layers, in each step
     stored = sum(len(t.raw_data) for t in written.initializer)
@@ -133,8 +134,15 @@ def test_four_bits_are_those_of_a_folder_and_small(vit, five, tmp_path, ode, int
     with torch.no_grad():
         expected = model(five)
     assert (found - expected).norm() < allowed * expected.norm() and about['bits'] == 4 and about['int8'] is int8
+    assert domains_of(path) == ['', 'timm_odevit']
     stored = sum(len(t.raw_data) for part in parts_of(path) for t in part.initializer)
     assert stored < 5.2 / 8 * sum(p.numel() for p in model.parameters())  # with scales, zero points and vectors in 16 bits
+
+
+def domains_of(path):
+    """Whose operators a file asks for: a program may refuse one that imports others than it knows."""
+    import onnx
+    return [each.domain for each in onnx.load(path).opset_import]
 
 
 def parts_of(path):
@@ -155,6 +163,7 @@ def test_one_file_has_any_number_of_steps(vit, five, tmp_path, ode, counts):
     before, own = snapshot(model), model.blocks.steps
     path = export_model(model, tmp_path / 'model.onnx', any_steps=True)
     assert snapshot(model) == before
+    assert domains_of(path) == ['']
     session = onnxruntime.InferenceSession(path, providers=['CPUExecutionProvider'])
     images = {'images': five.numpy()}
     def run(**more):

@@ -83,7 +83,7 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
             with tempfile.TemporaryDirectory() as folder:
                 options.optimized_model_filepath = f'{folder}/model.onnx'
                 onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
-                model = onnx.load(options.optimized_model_filepath)
+                model.graph.CopyFrom(onnx.load(options.optimized_model_filepath).graph)  # not what ONNX Runtime imports
         helper.set_model_props(model, {'onnx.quant.pre_process': 'onnxruntime.quant'})  # it needs no more
         ONNXModel(model).replace_gemm_with_matmul()  # transposes weights, under names that depend on the version
     kinds = 'Gemm', 'MatMul', 'Transpose'
@@ -173,7 +173,7 @@ class _Solve(nn.Module):
         self.field = field
 
     def forward(self, x: Tensor, context: Context) -> Tensor:
-        return torch.onnx.ops.symbolic(f'{DOMAIN}::Solve', [x], dtype=x.dtype, shape=x.shape)
+        return torch.onnx.ops.symbolic('Solve', [x], dtype=x.dtype, shape=x.shape)
 
 
 def _take_steps_out(model: nn.Module, ode: Any, images: Tensor) -> tuple[list[Step], Tensor]:
