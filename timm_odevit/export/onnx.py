@@ -83,7 +83,7 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
             with tempfile.TemporaryDirectory() as folder:
                 options.optimized_model_filepath = f'{folder}/model.onnx'
                 onnxruntime.InferenceSession(model.SerializeToString(), options, providers=['CPUExecutionProvider'])
-                model.graph.CopyFrom(onnx.load(options.optimized_model_filepath).graph)  # not what ONNX Runtime imports
+                model.graph.CopyFrom(onnx.load(options.optimized_model_filepath).graph)  # not its imports
         helper.set_model_props(model, {'onnx.quant.pre_process': 'onnxruntime.quant'})  # it needs no more
         ONNXModel(model).replace_gemm_with_matmul()  # transposes weights, under names that depend on the version
     kinds = 'Gemm', 'MatMul', 'Transpose'

@@ -46,7 +46,7 @@ def run_halting(
         if i == len(steps):
             break
         done = entropy(readout(x)) <= threshold
-        if count := int(done.sum()):  # one wait for a GPU, not one for each mask
+        if count := int(done.sum()):  # one wait for a GPU
             stay, leave = done.int().argsort(stable=True).tensor_split([len(done) - count])
             taken[active[leave]] = i
             ended = ended.index_copy(0, active[leave], x[leave])
