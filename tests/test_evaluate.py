@@ -123,8 +123,7 @@ def test_logits_that_are_nan_are_named_and_never_right(vit, data, tmp_path):
 
     def refuse(name):
         raise AssertionError(f'{name} is no JSON')
-    rows = json.loads(found.to_json(tmp_path / 'r.json'), parse_constant=refuse)
-    assert rows == json.loads((tmp_path / 'r.json').read_text(), parse_constant=refuse)
+    rows = json.loads(found.to_json(), parse_constant=refuse)
     assert rows[0]['loss'] is None and rows[0]['top1'] == result.top1 and 'nan' in found.table()
     with pytest.warns(RuntimeWarning, match='(teacher|model): the logits of 9 of 23') as warned:
         same = evaluate(spoiled, batches((images, labels), 8), teacher=spoiled).results[1]

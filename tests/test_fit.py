@@ -1,6 +1,7 @@
 import copy
 import itertools
 import json
+import math
 import multiprocessing
 import random
 import time
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from timm_odevit import FitConfig, Recipe, TrajectoryDistillationTask, calibrate_, fit, train
 from timm_odevit.files import locked
 from timm_odevit.training.fit import _seconds_per_update, updates_in
-from timm_odevit.training.loop import Trainer, create_optimizer
+from timm_odevit.training.loop import Trainer, create_optimizer, score_of, validate
 
 X, Y = torch.randn(40, 3, 16, 16, generator=torch.Generator().manual_seed(0)), torch.arange(40) % 5
 GOOD = [(X[:8], Y[:8])] * 2
@@ -56,8 +57,16 @@ def test_trains_and_keeps_last_best_and_history(vit, tmp_path):
     assert json.loads((tmp_path / 'run' / 'history.json').read_text()) == history
     assert {p.name for p in (tmp_path / 'run').iterdir()} == {'best', 'history.json', 'last.pt'}
     best = timm.create_model(f"local-dir:{tmp_path / 'run' / 'best'}", pretrained=True).eval()
-    top1 = 100 * (best(X[32:]).argmax(1) == Y[32:]).double().mean().item()
-    assert top1 == pytest.approx(max(r['val_top1'] for r in history))
+    loss = torch.nn.functional.cross_entropy(best(X[32:]), Y[32:]).item()
+    assert loss == pytest.approx(min(r['val_loss'] for r in history))
+
+
+def test_the_loss_chooses_under_a_teacher_and_top1_without(vit):
+    for task, best in ((build(vit), 1), (ClassificationTask(vit(), None), 0)):
+        found = validate(task, vit(), loaders()[1], None)
+        scores = [score_of({**found, 'val_top1': top1, 'val_loss': loss}) for top1, loss in ((90., 0.3), (80., 0.2))]
+        assert scores.index(max(scores)) == best
+    assert {score_of({'val_loss': loss, 'val_top1': 1.}) for loss in (math.nan, None)} == {-math.inf}
 
 
 def test_the_last_of_equal_epochs_is_the_best(vit, tmp_path):

@@ -193,7 +193,7 @@ def test_the_command_line(hub, student, images, tmp_path, capsys):
     push = ['push', f"local-dir:{tmp_path / 'student'}", 'org/student']
     assert cli.main([*push, '--card', str(tmp_path / 'card.md')]) == 0 and 'nothing was sent' in capsys.readouterr().out
     assert not hub.repos and 'hf-hub:org/student' in (tmp_path / 'card.md').read_text()
-    evaluate(student, [(images, torch.tensor([0, 1]))]).to_json(tmp_path / 'results.json')
+    (tmp_path / 'results.json').write_text(evaluate(student, [(images, torch.tensor([0, 1]))]).to_json())
     assert cli.main([*push, '--results', str(tmp_path / 'results.json'), '--dataset', 'CIFAR-10', '--private']) == 0
     assert 'sent: http' in capsys.readouterr().out and hub.repos['org/student'].private
     assert torch.equal(load('org/student')(images), student(images))

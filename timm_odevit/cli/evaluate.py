@@ -69,7 +69,7 @@ def evaluate(args: Any) -> None:
     results = replace(results, data=words, trained_at=steps_of_training(model))
     print(results)
     if args.json:
-        results.to_json(args.json)
+        write_text(Path(args.json), results.to_json())
 
 
 def _data(args: Any, model: Any, any_classes: bool = False) -> Data:

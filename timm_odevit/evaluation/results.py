@@ -2,7 +2,6 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Generic
 
 import torch
@@ -11,7 +10,7 @@ from typing_extensions import TypeVar
 
 from ..data.batches import read_batches
 from ..data.preprocessing import renormalisation
-from ..files import cell, markdown_table, to_json, write_text
+from ..files import cell, markdown_table, to_json
 from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 from ..settings import one_of
@@ -156,12 +155,9 @@ class Evaluation(Generic[AnyResult]):
                          *(cell(getattr(r, name), digits) for name, _, digits in r.COLUMNS)])
         return markdown_table(rows)
 
-    def to_json(self, path: str | Path | None = None) -> str:
-        """With null for what is not finite; also writes them to `path` if given."""
-        text = to_json([vars(r) | {'data': self.data} for r in self.results])
-        if path is not None:
-            write_text(Path(path), text)
-        return text
+    def to_json(self) -> str:
+        """With null for what is not finite."""
+        return to_json([vars(r) | {'data': self.data} for r in self.results])
 
     def __repr__(self) -> str:
         trained = f"; trained with K = {', '.join(map(str, self.trained_at))}" if self.trained_at else ''

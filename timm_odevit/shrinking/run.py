@@ -203,7 +203,8 @@ def _outlook(student: nn.Module, material: Material, folder: Path) -> tuple[str,
     if not records:
         return 'The student computes what the original does, so there was nothing to learn.',
     stage = sorted({record['stage'] for record in records})[-2:][0]  # the last that has a constant learning rate
-    values = [(100. if cosine else 1.) * score_of(record) for record in records if record['stage'] == stage]
+    key, scale = ('val_cosine', 100.) if cosine else ('val_top1', 1.)
+    values = [scale * record[key] for record in records if record['stage'] == stage]
     said, half = ['There was too little time to tell whether more would help.'], len(values) // 2
     if half >= 2:
         gained = max(values[half:]) - max(values[:half])

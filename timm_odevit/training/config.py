@@ -94,7 +94,6 @@ class LossConfig(Settings):
         jasmin_weight: Of the JaSMin loss of the shared block's attention, at two of the states.
         kd_weight: Of the KL divergence between the logits or, for embeddings, of one minus their cosine plus their
             relative squared error.
-        kd_temperature: Of both models' logits in the KL divergence.
         embedding: Compare the outputs as embeddings, not as logits; always so for models without classes.
         task_weight: Of the loss on the labels.
         exits: Relative times in (0, 1) at which norm and head are also applied, so that the student can stop there.
@@ -114,7 +113,6 @@ class LossConfig(Settings):
     corrupt: float = setting(0., number(1.))
     jasmin_weight: float = setting(0., _weight)
     kd_weight: float = setting(0.1, _weight)
-    kd_temperature: float = setting(1., number(open='('))
     embedding: bool = setting(False, flag)
     task_weight: float = setting(0., _weight)
     exits: tuple[float, ...] = setting(

@@ -31,7 +31,8 @@ from .config import FitConfig
 
 PASSES = 10_000  # over the data in an epoch, at most
 _SCORES = {  # whether more or less of it is better, and how it is said
-    'val_top1': (1, 'top-1 {:.1f} %'), 'val_cosine': (1, 'cosine {:.4g}'), 'val_error': (-1, 'squared error {:.4g}')}
+    'val_top1': (1, 'top-1 {:.1f} %'), 'val_loss': (-1, 'loss {:.4g}'), 'val_cosine': (1, 'cosine {:.4g}'),
+    'val_error': (-1, 'squared error {:.4g}')}
 
 
 def models_of(task: Any) -> dict[str, nn.Module]:
@@ -175,19 +176,23 @@ def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None
     embedding = getattr(task, 'embedding', False)
     if not embedding and getattr(task, 'labelled', True):
         top = evaluate(model, loader, amp_dtype=dtype).results[-1]
-        return {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
+        found = {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
+        return dict(reversed(found.items())) if getattr(task, 'teacher', None) else found
     result = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
     measures = ('cosine', 'error', 'neighbours') if embedding else ('error',)
     return {f'val_{key}': getattr(result, key) for key in measures if getattr(result, key) is not None}
 
 
 def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:
-    """What chooses the best state."""
-    return next((sign * record[name] for name, (sign, _) in _SCORES.items() if record and name in record), default)
+    """What chooses the best state, the first score of a record: loss under a teacher; top-1 of few images is noise."""
+    for name, value in (record or {}).items():
+        if name in _SCORES:
+            return -math.inf if value is None or value != value else _SCORES[name][0] * value
+    return default
 
 
 def words_of(record: dict[str, float]) -> str:
-    return next(words.format(record[name]) for name, (_, words) in _SCORES.items() if name in record)
+    return ', '.join(words.format(record[name]) for name, (_, words) in _SCORES.items() if record.get(name) is not None)
 
 
 def try_one_batch(val_loader: Any, task: Any, dtype: torch.dtype | None) -> float:

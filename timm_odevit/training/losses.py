@@ -90,7 +90,7 @@ class TrajectoryPass(nn.Module):
     def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
         if self.config.embedding:
             return embedding_loss(output, wanted)
-        return logit_loss(output, wanted, self.config.kd_temperature)
+        return logit_loss(output, wanted)
 
 
 def trajectory_loss(
@@ -121,11 +121,10 @@ def _variance(x: Tensor) -> Tensor:
     return (square - mean.square()).float()
 
 
-def logit_loss(student: Tensor, teacher: Tensor, temperature: float = 1.) -> Tensor:
-    """KL divergence of logits [B, C] in nats per image, times temperature squared (Hinton et al., arXiv 1503.02531)."""
-    s = F.log_softmax(student.float() / temperature, dim=-1)
-    t = F.log_softmax(teacher.float() / temperature, dim=-1)
-    return F.kl_div(s, t, reduction='batchmean', log_target=True) * temperature ** 2
+def logit_loss(student: Tensor, teacher: Tensor) -> Tensor:
+    """KL divergence of logits [B, C] in nats per image (Hinton et al., arXiv 1503.02531)."""
+    s, t = (F.log_softmax(logits.float(), dim=-1) for logits in (student, teacher))
+    return F.kl_div(s, t, reduction='batchmean', log_target=True)
 
 
 def embedding_loss(student: Tensor, teacher: Tensor) -> Tensor:
