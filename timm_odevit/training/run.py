@@ -42,7 +42,7 @@ def train(
 
     Writes to `out`: recipe.yaml; run.json, the plan; start/, the student before training; stage0/, ..., as `fit` does;
     at the end history.json and best/, the best model of the start (then with a warning) and of the stages that train
-    the same numbers of steps as the last, of which it is saved with the one nearest to the student's own.
+    the task and the numbers of steps of the last, of which it is saved with the one nearest to the student's own.
 
     Args:
         data: Images and labels: a folder, an .npz, tensors or a loader, as `read_data` takes them. Labels that no stage

@@ -114,7 +114,8 @@ class Run:
                 records = fit(stage.task, self.data.train, self.data.val if out else None, out=out, resume=resume,
                               progress=progress, config=config, on_epoch=on_epoch)
                 history += [{'stage': i, **record} for record in records]
-                if (stage.counts, stage.task.embedding) == (last.counts, last.task.embedding):  # so scores compare
+                alike = [(of.counts, of.task.embedding, type(of.task)) for of in (stage, last)]
+                if alike[0] == alike[1]:  # so scores compare
                     states.append((max(records, key=score_of), out / BEST) if out else self._state(stage))
         finally:
             _let_learn(student, trainable)
