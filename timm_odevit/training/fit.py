@@ -34,7 +34,7 @@ def fit(
     """Train a task; with `out`, save the last and the best state, so that an interrupted run can be resumed.
 
     Writes `out/last.pt`, the state after the last epoch; `out/best`, in timm's format, the model with the
-    best cross-entropy on `val_loader` (without a teacher, top-1; of embeddings, cosine; without a `val_loader`, the
+    lowest cross-entropy on `val_loader` (without a teacher, top-1; of embeddings, cosine; without a `val_loader`, the
     last); and `out/history.json`.
     Global random states and the mode are restored afterwards, so two calls at once need two processes, not threads.
 

@@ -41,7 +41,7 @@ def train(
     """Run a recipe.
 
     Writes to `out`: recipe.yaml; run.json, the plan; start/, the student before training; stage0/, ..., as `fit` does;
-    at the end history.json and best/, the best model of the start (then with a warning) and of the stages that train
+    at the end history.json and best/, the best model of the start (then with a warning) and of the stages with
     the task and the numbers of steps of the last, of which it is saved with the one nearest to the student's own.
 
     Args:
