@@ -456,12 +456,12 @@ def test_channels(vit, images, tmp_path, channels, overlay):
 
 
 def test_refuses(vit, images, tmp_path):
-    (tmp_path / 'empty').mkdir()
+    (tmp_path / 'empty').mkdir(), (tmp_path / 'labels.csv').write_text('file,label')
     root = images()
     for source, model, options, message in (
             (tmp_path / 'nowhere', vit(), {}, "There is no '.*nowhere'. Give a folder"),
-            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .avif, .jfif\)"),
-            (root / 'class0' / '0.png', vit(), dict(workers=None), "0.png' is a file"),
+            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .avif, .jfif, .heic, .heif\)"),
+            *((file, vit(), dict(workers=None), f"{file.name}' is a file. Give the folder") for file in (root / 'class0' / '0.png', tmp_path / 'labels.csv')),
             (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5'),
             ([torch.randn(2, 3, 16, 16)], vit(), dict(limit=1), 'limit does not apply to a loader'),
             (root, vit(in_chans=2), {}, 'Image files have 1, 3 or 4 channels; the model takes 2')):
@@ -498,14 +498,14 @@ def test_files_that_are_no_images_are_said_and_left_out(vit, images, caplog):
     Image.new('RGB', (64, 64), (9, 99, 200)).save(image, 'avif')
     (root / 'class1' / '0.png').write_bytes(image.getvalue()[:-20])  # Pillow raises SyntaxError
     (root / 'class1' / '1.png').write_bytes(b'')
-    for file in (root / 'class4').iterdir():
-        file.write_bytes(b'no image')
+    for file in [*(root / 'class4').iterdir()]:
+        file.with_suffix('.HEIC').write_bytes(b'no image'), file.unlink()  # a class without images that Pillow reads remains
     with pytest.raises(ValueError, match=r"0.png' cannot be read as an image: Failed to decode"):
         open_image(root / 'class1' / '0.png', data_config(vit()))
     for workers in (0, 1):
         loader = read(root, vit(), batch_size=4, workers=workers, held_out=0.).plain()
         labels = torch.cat([labels for _, labels in loader])
-        assert labels.bincount(minlength=5).tolist() == [6, 4, 6, 6, 0]
+        assert labels.bincount(minlength=5).tolist() == [6, 4, 6, 6, 0] and loader.files.bad.sum() == 8  # also those that a worker found
     assert "class1/0.png' cannot be read as an image" in caplog.text and len(caplog.records) == 8  # each file once
     data = read(root, vit(), held_out=0., batch_size=4)
     assert all(label >= 0 for _, labels in data.train for label in labels)  # another image takes the place

@@ -5,7 +5,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import chain, islice, zip_longest
 from multiprocessing import get_all_start_methods
 from pathlib import Path
 from typing import Any
@@ -199,7 +199,8 @@ class Files(Dataset):
     """A readable image takes the place of one that cannot be read, with its own label in training, or else -1."""
 
     def __init__(self, samples: Samples, model: Any, training: bool = False) -> None:
-        self.samples, self.training, self.bad = samples, training, set[str]()
+        self.samples, self.training = samples, training
+        self.bad = torch.zeros(len(samples), dtype=torch.bool).share_memory_()
         self.mode, self.dtype = image_mode(model.in_chans), dtype_of(model)
         cfg = data_config(model)
         self.least = 2 * max(cfg['input_size'])
@@ -209,17 +210,15 @@ class Files(Dataset):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        for i in range(index, index + len(self)):
-            file, label = self.samples[i % len(self)]
-            if file in self.bad:
-                continue
+        for i in chain(range(index, len(self)), range(index)):
+            file, label = self.samples[i]
             try:
-                image = read_image(file, self.mode, self.least)
+                image = None if self.bad[i] else read_image(file, self.mode, self.least)
             except ValueError as e:
+                image, self.bad[i] = None, True
                 logging.getLogger(__name__).warning(str(e))
-                self.bad.add(file)
-                continue
-            return self.transform(image).to(self.dtype), label if i == index or self.training else _UNREADABLE
+            if image is not None:
+                return self.transform(image).to(self.dtype), label if i == index or self.training else _UNREADABLE
         raise ValueError(f"None of the {len(self)} images can be read, such as '{self.samples[0][0]}'.")
 
 
@@ -233,7 +232,7 @@ class FileLoader(DataLoader):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its private class
         for images, labels in super().__iter__():
             read = labels != _UNREADABLE
-            yield (images, labels) if read.all() else (images[read], labels[read])
+            yield images[read], labels[read]
 
     def sample(self, count: int, seed: int) -> tuple[Tensor, Tensor]:
         pairs = map(self.files.__getitem__, shuffled(self.count, seed).tolist())

@@ -17,7 +17,7 @@ from ..hooks import check_images
 from ..settings import one_line
 from .batches import ArrayLoader, DataConfig, FileLoader, Mapped, is_pair, mixed, training_loader, unlabelled
 from .preprocessing import cfg_of, class_names, dtype_of, labels_for, preparation, warn_of_other_classes
-from .sources import Part, checked_labels, divided, files_in, folder_parts, groups, is_img, read_folder, read_npz, taken
+from .sources import Part, checked_labels, divided, files_in, folder_parts, groups, read_folder, read_npz, taken
 
 _APPLIES = {'padding': 'npz', 'flip': 'npz', 'workers': 'folder', 'reprob': 'npz, folder', **dict.fromkeys(
     ('mixup', 'cutmix', 'smoothing'), 'npz, folder, images, pair')}
@@ -174,7 +174,7 @@ def _kind(source: Any) -> str:
     if isinstance(source, (str, os.PathLike)):
         if not os.path.exists(source):
             raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
-        if os.path.isfile(source) and is_img(source):
+        if os.path.isfile(source) and not str(source).lower().endswith('.npz'):
             raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
         return 'folder' if os.path.isdir(source) else 'npz'
     if not hasattr(source, '__len__') or (hasattr(source, '__array__') and not isinstance(source, Tensor)):

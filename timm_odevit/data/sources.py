@@ -16,11 +16,11 @@ from ..hooks import described
 from ..settings import one_line
 from .preprocessing import check_labels, check_names
 
-_SUFFIXES = (*get_img_extensions(), '.webp', '.bmp', '.tif', '.tiff', '.gif', '.avif', '.jfif')
+_SUFFIXES = (*get_img_extensions(), *'.webp .bmp .tif .tiff .gif .avif .jfif .heic .heif'.split())
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
 # the parts of a data set, by the names of their folders
-_PARTS = {'train': 'train', 'training': 'train', 'val': 'val', 'valid': 'val', 'validation': 'val', 'eval': 'val',
-          'evaluation': 'val', 'test': 'test'}
+_PARTS = {'train': 'train', 'training': 'train', 'test': 'test',
+          **dict.fromkeys('val valid validation eval evaluation'.split(), 'val')}
 
 
 def read_folder(root: Path, training: bool, others: bool) -> tuple[dict[str, Part], list[str]]:
@@ -106,11 +106,7 @@ def _walk(root: Path) -> Iterator[tuple[str, list[str]]]:
             if (real := os.path.realpath(paths[name])) not in seen:
                 seen.add(real)
                 folders.append(name)
-        yield folder, [name for name in files if is_img(name) and not name.startswith('.')]
-
-
-def is_img(path: Any) -> bool:
-    return str(path).lower().endswith(_SUFFIXES)
+        yield folder, [name for name in files if name.lower().endswith(_SUFFIXES) and not name.startswith('.')]
 
 
 def read_npz(
