@@ -362,7 +362,7 @@ def lightning(prefix, key='state_dict'):
     return lambda state: {key: {prefix + name: value for name, value in state.items()}, 'epoch': 3, 'hyper_parameters': {'lr': 0.1}}
 
 
-@pytest.mark.parametrize('wrapped', [lightning('model.'), lightning('net._orig_mod.'), lightning('module._orig_mod.'), lightning('module.', 'state_dict_ema')])
+@pytest.mark.parametrize('wrapped', [lightning('model.'), lightning('net._orig_mod.'), lightning('module._orig_mod.'), lightning('module.', 'state_dict_ema'), lightning('', 'model_state_dict')])
 def test_a_checkpoint_of_lightning_or_of_timms_script(folder, wrapped):
     state = timm.create_model('local-dir:teacher', pretrained=True).state_dict()
     torch.save(wrapped({name: value + 1 for name, value in state.items()}), 'weights.ckpt')

@@ -78,6 +78,7 @@ def _overlay(name: str, checkpoint: str) -> dict[str, Any]:
         raise ValueError('it holds Python objects, which may run code. If you trust it, save its state_dict alone: '
                          f"torch.save(torch.load('{checkpoint}', weights_only=False)['state_dict'], 'w.pth'), or "
                          'its .state_dict()') from e
+    state = clean_state_dict(state.get('model_state_dict', state))
     for prefix in ('model.', 'net.'):  # of what a LightningModule trains
         own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
         state = clean_state_dict(own) or state
