@@ -440,4 +440,4 @@ def test_finetune_on_a_part_judged_by_others(folder, capsys):
     Path('others/c0').rename('others/z0')
     with pytest.warns(RuntimeWarning, match="The classes of 'others' are not those of the model, so labels are compared by number"):
         assert run('finetune', 'local-dir:teacher', 'images', 'out', '--limit', '9', '--test', 'others', *RECIPE, '--set', 'fit.epochs=1') == 0
-    assert 'others: 30 images' in capsys.readouterr().out and json.loads(Path('out/run.json').read_text())['limit'] == 9
+    assert re.search(r"(?s)9 images to learn from; 3 classes: \['c0', 'c1', 'c2'\].*others: 30 images", capsys.readouterr().out) and json.loads(Path('out/run.json').read_text())['limit'] == 9

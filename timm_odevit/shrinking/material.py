@@ -23,11 +23,11 @@ from ..training.run import calibrate_
 
 BATCH = 64
 HELD = 2048  # images that choose and judge, at most
-HELD_OUT = 0.2  # share of the images that is held out, half to choose and half to judge, unless there are others
+HELD_OUT = 0.2  # share held out, half to choose and half to judge, unless there are others
 NUMBERS = 2 ** 28  # in the images held out: 1 GB
-FEW = 100  # images to judge by, of which the 95 % interval of a share is ± 10 points
+FEW = 100  # images, which tell ± 10 points
 LEAST_RIGHT = 0.2  # of the labels that a model must know, and more than by chance
-SHARE = 0.45  # of the minutes for each of the two students, at most
+SHARE = 0.45  # of the minutes for each student, at most
 TRIALS = 4  # each halves the range of sizes that is left
 
 
@@ -71,16 +71,18 @@ class Material(NamedTuple):
     base: OdeConfig  # with a method that suits the model's blocks
     data: Data
     choosing: Held  # the best state of a training
-    judging: Held  # the result: others, those that were kept for it if there are any
+    judging: Held  # the result
     learned: Held  # some of those to learn from, not augmented
     why: str  # why accuracy is not measured
     seen: bool  # whether the model may have been trained on the images that judge
 
     def __str__(self) -> str:
-        measure, few = self.judging.measure, len(self.judging.images) < FEW
+        measure, count = self.judging.measure, len(self.judging.images)
+        most = 100. * self.judging.labels.bincount().max() / count
         return (f'{self.data.count():,} images to learn from, {len(self.choosing.images):,} to choose the best state, '
-                f'{len(self.judging.images):,} to judge by {measure}'
-                + few * ' (few: small differences mean nothing)'
+                f'{count:,} to judge by {measure}'
+                + (measure == 'accuracy') * f' ({most:.1f} % by naming one class alone)'
+                + (count < FEW) * ' (few: small differences mean nothing)'
                 + (measure != 'accuracy') * f'; labels are not used, because {self.why}'
                 + self.seen * '; the model may have been trained on some of these, and look better than it is: give '
                               'others, with test (--test)')

@@ -23,6 +23,7 @@ from ..distributed import alone_in, rank_and_world
 from ..files import to_json, write_text
 from ..hooks import lent, random_states_kept
 from ..saving.save import copy_model, describe
+from ..settings import shown
 from .config import BEST, HISTORY, MINUTES, RECIPE, FitConfig
 from .fit import check_same, check_unused
 from .matching import check_models
@@ -120,6 +121,8 @@ def train(
             write_text(folder / RECIPE, recipe.to_yaml())  # epochs may have increased on resuming
             if on_epoch is not None:
                 on_epoch(record)
+        if names and progress and rank == 0:
+            print(f'{images.count():,} images to learn from; {len(names)} classes: {shown(names)}')
         history, best = run.train(minutes, progress and rank == 0, resume, done)
         if rank == 0:
             copy_model(best, folder / BEST)
