@@ -153,10 +153,11 @@ def labels_for(model: Any, names: Sequence[str] | None, number: int, source: Any
     known, imagenet = model.num_classes, imagenet_of(model)
     own = imagenet.label_names() if imagenet else class_names(model)
     if own and names and {*names} <= {*own} and len({*names}) == len(names):
-        if twice := [name for name in names if own.count(name) > 1]:
+        labels = {name: i for i, name in enumerate(own)}
+        if twice := [name for i, name in enumerate(own) if labels[name] > i and name in names]:
             raise ValueError(f"The model has two classes called '{twice[0]}', so the name does not say which. Leave it "
                              'out.')
-        return [own.index(name) for name in names]
+        return [labels[name] for name in names]
     if number > known or (names is not None and number < known):
         raise ValueError(f"'{source}' has {number} classes, but the model has {known}. Give data with classes of the "
                          f'model, or fine-tune it first: odevit finetune MODEL {source} OUT')

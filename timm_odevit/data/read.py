@@ -198,10 +198,8 @@ def _parts(
             return parts, names, len(names), {part: words[part] for part in parts}
         parts = {}
         for part in ('train', 'test') if {'train', 'test'} <= {*folders} else ('train',):
-            files, places, all_places = files_in(Path(folders.get(part, source)))
-            if len(files) == len(all_places):  # each image in a folder of its own
-                places = torch.zeros_like(places)
-            parts[part] = files, places
+            files, places, _ = files_in(Path(folders.get(part, source)))
+            parts[part] = files, groups(places, len(files))
         return parts, None, 0, {'train': str(source), **words}
     images, labels = source if kind == 'pair' else (source, None)
     check_images(images)

@@ -42,7 +42,7 @@ def read_folder(root: Path, training: bool, others: bool) -> tuple[dict[str, Par
         if part == 'test' and names and own != names:  # often without labels
             continue
         if own[0] == '' and not (others and len(own) == 1):
-            file = os.path.basename(files[labels.tolist().index(0)])
+            file = os.path.basename(files[labels.argmin()])
             raise ValueError(f"'{folder}' holds images that are in no class folder, such as {file}, but labels are "
                              'needed. Make a sub-folder for each class.')
         check_names(own, folder)
@@ -61,8 +61,9 @@ def folder_parts(root: str | Path) -> dict[str, Path]:
     Parts are called as in _PARTS and hold a folder for each class; a class that holds images may be called so, too.
     ValueError if that is not clear.
     """
-    folders = [child for child in sorted(Path(root).iterdir())
-               if child.is_dir() and not child.name.startswith('.') and any(names for _, names in _walk(child))]
+    found = next((folders for _, folders, _ in os.walk(root)), [])  # asks no file what it is
+    folders = [child for child in (Path(root, name) for name in sorted(found) if name[0] != '.')
+               if any(names for _, names in _walk(child))]
     named = [child for child in folders if child.name.lower() in _PARTS]
     of_classes = [child for child in named if not next(_walk(child))[1]]
     if not of_classes and len(named) < max(2, len(folders)):
@@ -182,7 +183,7 @@ def divided(part: Part, share: float, groups: Tensor | None = None) -> tuple[Par
     """
     images, labels = part
     groups = labels.cpu() if groups is None else groups
-    hashes = torch.tensor([_hash(image) for image in (images.cpu() if isinstance(images, Tensor) else images)])
+    hashes = torch.tensor([*map(_hash, images.cpu() if isinstance(images, Tensor) else images)])
     held = hashes < share
     for index in groups.argsort(stable=True).split(groups.bincount().tolist()):
         order = index[hashes[index].argsort()]
