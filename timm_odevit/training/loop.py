@@ -171,16 +171,16 @@ def _reordered(loader: Any, seed: int) -> Any:
     return Random(seed).sample(loader, len(loader)) if isinstance(loader, (list, tuple)) else loader
 
 
-def validate(task: Any, model: nn.Module, loader: Any, dtype: torch.dtype | None) -> dict[str, float]:
+def validate(task: Any, model: Any, loader: Any, dtype: Any, progress: bool = False) -> dict[str, float]:
     """Accuracy; without labels, how near the outputs are to the teacher's."""
-    embedding = getattr(task, 'embedding', False)
-    if not embedding and getattr(task, 'labelled', True):
-        top = evaluate(model, loader, amp_dtype=dtype).results[-1]
-        found = {'val_top1': top.top1, 'val_top5': top.top5, 'val_loss': top.loss}
-        return dict(reversed(found.items())) if getattr(task, 'teacher', None) else found
-    result = evaluate_embeddings(model, loader, teacher=task.teacher, amp_dtype=dtype).results[-1]
-    measures = ('cosine', 'error', 'neighbours') if embedding else ('error',)
-    return {f'val_{key}': getattr(result, key) for key in measures if getattr(result, key) is not None}
+    embedding, teacher = getattr(task, 'embedding', False), getattr(task, 'teacher', None)
+    options: Any = dict(amp_dtype=dtype, progress=progress)
+    if embedding or not getattr(task, 'labelled', True):
+        result: Any = evaluate_embeddings(model, loader, teacher=teacher, **options)
+        measures = ['cosine', 'error', 'neighbours'] if embedding else ['error']
+    else:
+        result, measures = evaluate(model, loader, **options), ['top1', 'top5', 'loss'][::-1 if teacher else 1]
+    return {f'val_{key}': of for key in measures if (of := getattr(result.results[-1], key)) is not None}
 
 
 def score_of(record: dict[str, Any] | None, default: float = -math.inf) -> float:

@@ -156,9 +156,9 @@ class Run:
             self.plan['lr_scale'] = min(1., 3. * torch.stack(losses).mean().abs().item())  # JaSMin is below 0
         return self.plan.get('lr_scale', 1.)
 
-    def _state(self, stage: PreparedStage) -> tuple[dict[str, float], Any]:
+    def _state(self, stage: PreparedStage, progress: bool = False) -> tuple[dict[str, float], Any]:
         amp, val = AMP_DTYPES.get(stage.config.amp), self.data.val
-        record = {} if val is None else validate(stage.task, self.student, val, amp)
+        record = {} if val is None else validate(stage.task, self.student, val, amp, progress)
         return record, copy.deepcopy(self.student.state_dict())
 
     def _start(self, stage: PreparedStage, progress: bool) -> tuple[Any, Any]:
@@ -166,7 +166,7 @@ class Run:
             return self._state(stage)
         if 'start' not in self.plan:
             save_pretrained(self.student, self.folder / START)
-            self.plan['start'] = self._state(stage)[0]
+            self.plan['start'] = self._state(stage, progress)[0]
             self.write()
         start = self.plan['start']
         if progress and start:
