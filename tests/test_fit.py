@@ -145,8 +145,8 @@ def test_muon_multiplies_in_float32_on_a_cpu_and_timms_own_stays_as_it_is(monkey
 
 @pytest.mark.parametrize('seconds, update, validation, most, epochs', [
     (60., 2., 0., 9, (10, 3)), (60., 2., 1., 9, (10, 2)), (60., 2., 2., 9, (6, 4)), (60., 1., 30., 99, (1, 30)), (60., 7., 0., 9, (8, 1)), (-1., 1., 0., 9, (1, 1)),
-    (600., 1., 0., 4, (150, 4)), (600., 1., 1., 4, (120, 4)), (3600., 1., 100., 20, (7, 400))])
-def test_minutes_are_ten_epochs_or_more_of_one_pass_or_fewer_where_validation_would_take_more_than_a_fifth(seconds, update, validation, most, epochs):
+    (600., 1., 0., 4, (150, 4)), (600., 1., 1., 4, (120, 4)), (3600., 1., 100., 20, (7, 400)), (172800., 1., 0., 10008, (48, 3600))])
+def test_minutes_are_ten_epochs_or_more_of_a_pass_or_an_hour_or_fewer_where_validation_would_take_more_than_a_fifth(seconds, update, validation, most, epochs):
     assert updates_in(seconds, update, validation, most) == epochs
 
 
