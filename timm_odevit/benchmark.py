@@ -33,7 +33,7 @@ class Timing:
     batch_size: int
     seconds: float  # median of a call
     iqr: float  # interquartile range of the seconds
-    ratio: float  # median over the rounds of its time divided by that of the first model
+    ratio: float  # median over rounds of its time divided by the first model's
     evaluations: float | None  # of the shared block, for an image, on average
     peak: int  # bytes that a call allocates
     parameters: int

@@ -11,7 +11,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 
 OWN = '.odevit-'  # prefix of the names of locks and of unfinished files
-_WAIT = 300.  # seconds that a save waits for another save into the same folder
+_WAIT = 300.  # seconds that a save waits for another into the same folder
 
 
 @contextmanager
@@ -35,7 +35,7 @@ def locked(folder: Path, name: str = 'run', wait: float = 0.) -> Iterator[None]:
     finally:
         with suppress(OSError):
             if lock.is_locked:
-                os.unlink(lock.lock_file)  # before the release: afterwards it may belong to another process
+                os.unlink(lock.lock_file)  # before the release: then it may be another process's
         lock.release()
         with suppress(OSError):
             for each in made:

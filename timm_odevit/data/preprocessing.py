@@ -25,7 +25,7 @@ _MODES = {1: 'L', 3: 'RGB', 4: 'RGBA'}  # Pillow's, by the number of channels
 
 def data_config(model: Any) -> dict[str, Any]:
     """timm's settings for the images of a model: size [C, H, W], mean, std, interpolation and crop."""
-    model = unwrap_model(model)  # timm asks for a model's truth value, which a compiled one does not have
+    model = unwrap_model(model)  # timm asks for a truth value, which a compiled model lacks
     cfg = resolve_input_data_config(model)  # mean and std have as many values as the model has channels
     channels, *size = get_model_input_config(model)['input_size']  # pretrained_cfg may have an older one
     size = getattr(getattr(model, 'patch_embed', None), 'img_size', None) or size  # of one not made by timm's factory

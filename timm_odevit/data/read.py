@@ -29,13 +29,13 @@ class Data:
     train: Any  # shuffled and augmented; if the config mixes, labels are probabilities [B, classes]
     unaugmented: Any  # the images of `train` in order and as they are
     val: Any  # held out of training; None if nothing is
-    test: Any  # for the final number, x_test or test/; None if there is none
+    test: Any  # for the final number: x_test, test/ or None
     classes: tuple[str, ...] | None  # names, in the order of the labels, if they are known
     num_classes: int  # 0 if labels mean nothing
     labelled: bool  # whether the labels are the model's classes
     words: dict[str, str]  # by part, what it is, such as 'x_test of data.npz'
     why: str = ''  # why they are not the model's classes, if that was the question
-    held_out: float = 0.  # share of the images to train on that was held out of them for `val`
+    held_out: float = 0.  # share of the images to train on held out for `val`
 
     def plain(self, part: str = 'train') -> Any:
         return self.unaugmented if part == 'train' else getattr(self, part)

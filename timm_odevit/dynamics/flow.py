@@ -26,7 +26,7 @@ SOFTMAX = (torch.softmax, F.softmax, torch.Tensor.softmax, F.scaled_dot_product_
 @dataclass(frozen=True, repr=False)
 class Flow:
     """Maps of a state: the steps of an ODE-ViT, the blocks of a ViT, or any other functions."""
-    start: Tensor  # [B, N, D] or [B, ...], before the first map, of B systems that do not act on one another
+    start: Tensor  # [B, N, D] or [B, ...], before the first map, of B independent systems
     maps: tuple[Callable[[Tensor], Tensor], ...]
     times: tuple[float, ...]  # before the first map and after each; one unit is one block of the base
     head: Callable[[Tensor], Tensor] | None = None  # from the last state to the logits [B, classes]

@@ -128,7 +128,7 @@ def calibrate_halting(
     max_drop = number(1.)('max_drop', max_drop)
     model, blocks = unwrap_model(model), the_ode(model)  # dynamo would not see the hook
     blocks.twin().config = replace(blocks.config, halting='entropy')  # refuses what cannot halt
-    rows = []  # by image, the scores after each step [B, K], and whether the answer is right [B, K]
+    rows = []  # by image, scores after each step [B, K], and whether the answer is right [B, K]
     with evaluating(model), torch.inference_mode():
         short = with_steps(model, blocks.fewest_steps)  # enough to see what its blocks are given
         for images, labels in read_batches(loader, labels=None, bar='halting' if progress else ''):
@@ -148,7 +148,7 @@ def calibrate_halting(
     full = right[:, -1].double().mean().item()
     best = None
     finite = scores[:, :-1][scores[:, :-1].isfinite()].unique()
-    # 0, and thresholds between two scores each, where rounding changes nothing; the last lies above all
+    # 0, and thresholds between two scores each, where rounding changes nothing; then one above all
     between = torch.cat([(finite[:-1] + finite[1:]) / 2, 1.01 * finite[-1:] + 1e-6])
     some = torch.linspace(0, len(between) - 1, min(1000, len(between))).long()
     for threshold in (0., *between[some].tolist()):

@@ -96,7 +96,7 @@ def _stored(model: Any, int8: bool, groups: Matrices) -> Any:
             tensor.CopyFrom(numpy_helper.from_array(found[1].contiguous().numpy(), tensor.name))
     if int8:
         with tempfile.TemporaryDirectory() as folder:
-            # 7 bits: on a processor without VNNI, sums of two products of 8 bits each overflow
+            # 7 bits: without VNNI, sums of two products of 8 bits overflow
             quantize_dynamic(model, f'{folder}/model.onnx', op_types_to_quantize=['MatMul', 'Gemm'], reduce_range=True,
                              per_channel=True, extra_options={'DefaultTensorType': onnx.TensorProto.FLOAT})
             model = onnx.load(f'{folder}/model.onnx')
@@ -142,7 +142,7 @@ def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -
     shape = np.array(values.shape[::-1] if transposed else values.shape, np.int64)
     for part, array in (('pairs', upper << 4 | lower), ('scale', scale), ('shape', shape)):
         graph.initializer.append(onnx.numpy_helper.from_array(array, f'{name}.{part}'))
-    # from the last to the first, since each node goes before the others
+    # the last first: each node goes before the others
     made = name
     if name != stem:  # int8
         _insert(graph, 'Cast', [f'{name}.round'], made, to=tensor.data_type)

@@ -78,7 +78,7 @@ def _in_open_clip(old: Any, tower: Any) -> nn.Module:
         if layers and not hasattr(old.head, 'pool') and not tower.num_classes:
             head, needed = old.head, layers[0].in_features
     _check_width(tower, needed)
-    with on_meta():  # open_clip's own wrapper, which builds a model of its own by name
+    with on_meta():  # open_clip's own wrapper, which builds a model by name
         visual = TimmModel('test_vit', needed, pool='', proj='none')
     visual.trunk = tower
     if head is not None:

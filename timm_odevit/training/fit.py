@@ -21,9 +21,9 @@ from ..settings import one_line
 from .config import BEST, HISTORY, LAST, RECIPE, FitConfig
 from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
-EPOCHS = 10  # into which minutes are divided, or more, unless validation takes long
+EPOCHS = 10  # into which minutes are divided, or more, but if validation takes long
 TIMED = 2  # updates by which their time is found, at least
-LONG = 10.  # seconds of an epoch that may be more than a pass over the data
+LONG = 10.  # seconds of an epoch that may be more than a pass
 
 
 def fit(
@@ -94,7 +94,8 @@ def fit(
                 raise ValueError(f"'{folder}' already has {len(history)} epochs. Give at least as many.")
         validation = 0.
         if val_loader is not None and len(history) < (plan['epochs'] or EPOCHS):
-            validation = in_first_process(lambda: try_one_batch(val_loader, task, AMP_DTYPES.get(config.amp)))
+            amp = AMP_DTYPES.get(config.amp)
+            validation = in_first_process(lambda: try_one_batch(val_loader, task, amp))
         if not history and (config.minutes is not None or config.amp == 'auto'):
             plan = _measured(task, train_loader, val_loader, config, updates, validation, began)
         if config.minutes is not None:
@@ -218,7 +219,7 @@ def updates_in(seconds: float, update: float, validation: float, most: int) -> t
 
     Validation takes at most a fifth of them, unless one takes more.
     """
-    most = math.ceil(max(min(most, 3600 / update), 4 * validation / update))  # at most an hour
+    most = math.ceil(max(min(most, 3600 / update), 4 * validation / update))  # or an hour
     epochs = max(1, min(EPOCHS, int(seconds / (5 * validation or 1e-9))))
     each = int((seconds / epochs - validation) / update)
     if each < 1:

@@ -132,7 +132,7 @@ def create_optimizer(model: nn.Module, config: FitConfig) -> Any:
     if type(optimizer) is not Muon or next(model.parameters()).device.type != 'cpu':
         return optimizer
     spec: Any = find_spec('timm.optim.muon')
-    own: Any = module_from_spec(spec)  # a copy, since it takes the dtype of its products from its module
+    own: Any = module_from_spec(spec)  # a copy: the dtype of its products is its module's
     spec.loader.exec_module(own)
     own.zeropower_via_newtonschulz = partial(own.zeropower_via_newtonschulz, dtype=torch.float32)
     return own.Muon(optimizer.param_groups, **optimizer.defaults)

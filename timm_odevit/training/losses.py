@@ -65,7 +65,7 @@ class TrajectoryPass(nn.Module):
         first, last = len(ode.before), len(ode.before) + ode.steps - 1
         exits = [min(max(first + round(t * ode.steps) - 1, first), last - 1) for t in config.exits
                  ] if last > first else []
-        # steps after which attention is recomputed: the first and the last but one
+        # steps after which attention is recomputed: first and last but one
         starts = sorted({first, max(last - 1, first)}) if config.jasmin_weight > 0 else []
         theirs = [targets(ode, times, states) for ode, times, (states, _) in zip(odes, self.times, seen, strict=True)]
         after = {*theirs[0], *starts, *exits}, *theirs[1:]

@@ -111,7 +111,7 @@ class TrajectoryDistillationTask(TrainingTask):
             chosen = random.Random(f'{self.seed} {self.update // n}').sample(range(n), n)[self.update % n]
             self.update += 1
             self.drawn = list(zip(*(counts[chosen] for counts in self.counts), strict=True))
-        # new views have the student's present mode, checkpointing and image size
+        # views have the student's present mode, checkpointing and image size
         views = [student if steps == own else with_steps(student, steps) for steps in self.drawn]
         wanted: Any = None
         seen: Any = [([], [])] * len(self.counts)
