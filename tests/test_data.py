@@ -460,7 +460,7 @@ def test_refuses(vit, images, tmp_path):
     root = images()
     for source, model, options, message in (
             (tmp_path / 'nowhere', vit(), {}, "There is no '.*nowhere'. Give a folder"),
-            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .avif, .jfif, .heic, .heif\)"),
+            (tmp_path / 'empty', vit(), {}, r"There are no images in '.*empty' \(.png, .jpg, .jpeg, .webp, .bmp, .tif, .tiff, .gif, .avif, .jfif, .ppm, .pgm, .heic, .heif\)"),
             *((file, vit(), dict(workers=None), f"{file.name}' is a file. Give the folder") for file in (root / 'class0' / '0.png', tmp_path / 'labels.csv')),
             (images('three', classes=3), vit(), {}, 'has 3 classes, but the model has 5'),
             ([torch.randn(2, 3, 16, 16)], vit(), dict(limit=1), 'limit does not apply to a loader'),

@@ -16,7 +16,7 @@ from ..hooks import described
 from ..settings import one_line
 from .preprocessing import check_labels, check_names
 
-_SUFFIXES = (*get_img_extensions(), *'.webp .bmp .tif .tiff .gif .avif .jfif .heic .heif'.split())
+_SUFFIXES = (*get_img_extensions(), *'.webp .bmp .tif .tiff .gif .avif .jfif .ppm .pgm .heic .heif'.split())
 Part = tuple[Any, Tensor]  # images: paths of files, or a tensor [N, ...]; and their labels [N]
 # the parts of a data set, by the names of their folders
 _PARTS = {'train': 'train', 'training': 'train', 'test': 'test',

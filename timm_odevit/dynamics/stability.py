@@ -142,7 +142,7 @@ def _forwards(jacobians: list[Jacobian], states: list[Tensor], Q: Tensor) -> tup
         growth.append(R.diagonal(dim1=-2, dim2=-1).abs().where(finite.cpu()[:, None], torch.nan))
         product = R @ product
         product = product / product.abs().amax(dim=(1, 2), keepdim=True).clamp_min(1e-300)
-    # by growth, the largest first, also where two are close
+    # by growth, largest first, also where two are close
     return Q @ torch.linalg.svd(product)[0].to(Q), torch.stack(growth, dim=1)
 
 

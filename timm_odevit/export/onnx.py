@@ -142,7 +142,7 @@ def _unpack(graph: Any, tensor: Any, groups: Coded, values: Tensor, stem: str) -
     shape = np.array(values.shape[::-1] if transposed else values.shape, np.int64)
     for part, array in (('pairs', upper << 4 | lower), ('scale', scale), ('shape', shape)):
         graph.initializer.append(onnx.numpy_helper.from_array(array, f'{name}.{part}'))
-    # the last first: each node goes before the others
+    # last first: each node goes before the others
     made = name
     if name != stem:  # int8
         _insert(graph, 'Cast', [f'{name}.round'], made, to=tensor.data_type)
