@@ -175,7 +175,7 @@ def _kind(source: Any) -> str:
         if not os.path.exists(source):
             raise ValueError(f"There is no '{source}'. Give a folder of images, or an .npz of small ones.")
         if os.path.isfile(source) and not str(source).lower().endswith('.npz'):
-            raise ValueError(f"'{source}' is a file. Give the folder that it is in.")
+            raise ValueError(f"'{source}' is a file. Give the folder that it is in, or an .npz.")
         return 'folder' if os.path.isdir(source) else 'npz'
     if not hasattr(source, '__len__') or (hasattr(source, '__array__') and not isinstance(source, Tensor)):
         raise ValueError('Give a folder, an .npz, images [N, C, H, W], a pair of these and labels, or a '

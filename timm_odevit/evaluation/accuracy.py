@@ -128,7 +128,7 @@ def calibrate_halting(
     max_drop = number(1.)('max_drop', max_drop)
     model, blocks = unwrap_model(model), the_ode(model)  # dynamo would not see the hook
     blocks.twin().config = replace(blocks.config, halting='entropy')  # refuses what cannot halt
-    rows = []  # by image, scores after each step [B, K], and whether the answer is right [B, K]
+    rows = []  # by image, scores after each step [B, K], and whether each is right [B, K]
     with evaluating(model), torch.inference_mode():
         short = with_steps(model, blocks.fewest_steps)  # enough to see what its blocks are given
         for images, labels in read_batches(loader, labels=None, bar='halting' if progress else ''):

@@ -15,7 +15,7 @@ from ..hooks import AMP_DTYPES, autocast, evaluating
 from ..ode.blocks import count_parameters, find_ode_blocks, with_steps
 from ..settings import one_of
 
-NO_CLASS = -1  # the class if outputs are not finite, which is never right
+NO_CLASS = -1  # the class, never right, of outputs not finite
 
 
 def passes(

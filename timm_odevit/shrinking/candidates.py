@@ -29,7 +29,7 @@ from ..settings import one_line
 from .material import Held, Material
 
 BATCHES = (1, 32)
-ROUNDS, WITHIN = 20, 0.05  # rounds at most, and how well ratios of times are to be known
+ROUNDS, WITHIN = 20, 0.05  # rounds at most, and how well ratios of times are known
 TOKENS = (0.5, 0.2)
 
 

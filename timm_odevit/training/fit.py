@@ -21,7 +21,7 @@ from ..settings import one_line
 from .config import BEST, HISTORY, LAST, RECIPE, FitConfig
 from .loop import Stream, Trainer, compiled_blocks, models_of, score_of, try_one_batch, unfused_in_bfloat16
 
-EPOCHS = 10  # into which minutes are divided, or more, but if validation takes long
+EPOCHS = 10  # into which minutes are divided, or more, unless validation takes long
 TIMED = 2  # updates by which their time is found, at least
 LONG = 10.  # seconds of an epoch that may be more than a pass
 
@@ -219,7 +219,7 @@ def updates_in(seconds: float, update: float, validation: float, most: int) -> t
 
     Validation takes at most a fifth of them, unless one takes more.
     """
-    most = math.ceil(max(min(most, 3600 / update), 4 * validation / update))  # or an hour
+    most = math.ceil(max(min(most, 3600 / update), 4 * validation / update))  # at most an hour
     epochs = max(1, min(EPOCHS, int(seconds / (5 * validation or 1e-9))))
     each = int((seconds / epochs - validation) / update)
     if each < 1:
