@@ -96,10 +96,14 @@ def test_order_of_convergence(method, problem):
         assert abs(slope - METHODS[method].order) < 0.15, slopes
 
 
+def test_a_method_may_be_registered_later(monkeypatch):
+    monkeypatch.setitem(METHODS, 'ralston', type('Ralston', (RungeKutta,), dict(order=2, evaluations=2, a=((), (2 / 3,)), b=(1 / 4, 3 / 4))))
+    test_order_of_convergence('ralston', Periodic)
+
+
 @pytest.mark.parametrize('method', [m for m in FIXED if issubclass(METHODS[m], RungeKutta) and m in SOLVERS])
 def test_equals_torchdiffeq_on_the_same_grid(method):
-    field = Net()
-    x = torch.randn(4, 3, dtype=torch.float64)
+    field, x = Net(), torch.randn(4, 3, dtype=torch.float64)
     ours = solve(field, x, method=method, steps=9, T=2.5)
     theirs = torchdiffeq.odeint(field, x, torch.linspace(0, 2.5, 10, dtype=torch.float64), method=method)
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
@@ -107,8 +111,7 @@ def test_equals_torchdiffeq_on_the_same_grid(method):
 
 @pytest.mark.parametrize('method', FIXED)
 def test_gradients(method):
-    field = Net()
-    x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+    field, x = Net(), torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x, *p: solve(field, x, method=method, steps=3, T=1.5)[-1], (x, *field.parameters()))
 
 

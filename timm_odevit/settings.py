@@ -109,12 +109,12 @@ def number(most: float = math.inf, *, open: str = '', none: str = '') -> Check:
     return _kept(allowed, keep, none)
 
 
-def one_of(allowed: Sequence[Any], none: str = '') -> Check:
-    words = ', '.join(allowed) + (f', or None for {none}' if none else '')
-
+def one_of(allowed: Iterable[Any], none: str = '') -> Check:
     def check(name: str, value: Any) -> Any:
-        if (value is not None or not none) and value not in allowed:
-            raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), allowed)}Allowed: {words}.")
+        names = [*allowed]  # may have grown
+        if (value is not None or not none) and value not in names:
+            words = ', '.join(names) + (f', or None for {none}' if none else '')
+            raise ValueError(f"Unknown {name} '{value}'. {suggest(str(value), names)}Allowed: {words}.")
         return value
     return check
 
@@ -146,6 +146,5 @@ def printable(text: str) -> bool:
 
 def suggest(word: str, allowed: Iterable[str]) -> str:
     """A sentence naming the closest allowed word, with a trailing space; empty if none is close."""
-    allowed = list(allowed)
     close = [each for each in allowed if each.startswith(word)] or get_close_matches(word, allowed, n=1, cutoff=0.75)
     return f"Did you mean '{close[0]}'? " if close else ''

@@ -60,7 +60,7 @@ def discretisation_errors(
         steps = sorted({max(ode.steps // 2, ode.fewest_steps), ode.steps, 2 * ode.steps})
     if methods is None or isinstance(methods, str):
         methods = [methods or ode.method]
-    each = [(one_of(list(METHODS))('method', method), count)
+    each = [(one_of(METHODS)('method', method), count)
             for method in methods for count in (steps if isinstance(steps, Iterable) else [steps])]
     rows = []
     for batch, _ in read_batches(images, labels=False, size=batch_size):

@@ -58,7 +58,7 @@ def export_model(
         >>> logits, = session.run(None, {'images': images.numpy()})
     """
     path, model = Path(path), unwrap_model(model)
-    format = one_of(tuple(FORMATS))(f"format of '{path}':", path.suffix[1:])
+    format = one_of(FORMATS)(f"format of '{path}':", path.suffix[1:])
     odes, dtype = find_ode_blocks(model), dtype_of(model)
     for wrong, why in (
             (not hasattr(model, 'in_chans'), f'Expected a timm model; got a {type(model).__name__}.'),

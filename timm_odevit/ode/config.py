@@ -61,8 +61,8 @@ class OdeConfig(Settings):
     Source: ODE-ViT, arXiv 2511.16501; phases: Raptor, arXiv 2512.19941; tokens: Token Merging, arXiv 2210.09461;
     halting by entropy: Loop-ViT, arXiv 2602.02156.
     """
-    field: str = setting('native', one_of(tuple(FIELDS)))
-    method: str = setting('lie_trotter', one_of((*METHODS, *ADAPTIVE)))
+    field: str = setting('native', one_of(FIELDS))
+    method: str = setting('lie_trotter', lambda name, value: one_of((*METHODS, *ADAPTIVE))(name, value))
     steps: int | tuple[int, ...] | None = setting(None, _steps)
     T: float | None = setting(None, number(open='(', none='the number of converted layers'))
     phases: int = setting(1, integer(1))
@@ -97,12 +97,12 @@ class OdeConfig(Settings):
         return replace(self, steps=depth if steps is None else steps, T=depth if self.T is None else self.T)
 
     def to_args(self) -> dict[str, Any]:
-        """The settings as `ode_*` keywords of `timm.create_model`."""
+        """As `ode_*` keywords of `timm.create_model`."""
         return {PREFIX + name: value for name, value in vars(self).items()}
 
     @classmethod
     def from_args(cls, args: dict[str, Any], caller: str) -> 'OdeConfig':
-        """The settings from `ode_*` keywords; TypeError, in the caller's name, if one is unknown."""
+        """From `ode_*` keywords; TypeError, in the caller's name, if one is unknown."""
         refuse_unknown(args, [PREFIX + name for name in cls.names()], caller)
         return cls(**{name.removeprefix(PREFIX): value for name, value in args.items()})
 

@@ -45,7 +45,7 @@ def _section(known: Sequence[str] | None = None) -> Check:
 
 def _parts(name: str, value: Any) -> tuple[str, ...]:
     parts = [value] if isinstance(value, str) else value or None
-    return many(one_of(list(PARTS)), f"a list of at least one part: {', '.join(PARTS)}")(name, parts)
+    return many(one_of(PARTS), f"a list of at least one part: {', '.join(PARTS)}")(name, parts)
 
 
 def _stages(name: str, value: Any) -> tuple['Stage', ...]:
