@@ -260,8 +260,9 @@ def test_what_recurses_over_modules_meets_the_shared_block_once(vit, images, con
     assert str(model).count('CenterNorm()') <= 2 and len(list(model.named_parameters(remove_duplicate=False))) == len(weights)
 
 
-def test_a_compiled_shared_block_is_used(vit, images):
-    model, calls = converted(vit), []
+@pytest.mark.parametrize('method', ['lie_trotter', 'dopri5'])
+def test_a_compiled_shared_block_is_used(vit, images, method):
+    model, calls = converted(vit, OdeConfig(method=method)), []
     expected = model(images)
     model.blocks.shared = torch.compile(model.blocks.shared, backend=lambda graph, inputs: calls.append(1) or graph)
     torch.testing.assert_close(model(images), expected)

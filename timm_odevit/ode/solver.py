@@ -60,9 +60,9 @@ def solve_adaptive(
     if x.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"'{config.method}' controls its error and needs float32 or float64; got {x.dtype}. Use a "
                          "fixed-step method, such as model.blocks.method = 'rk4', or float32 without autocast.")
-    if not x.numel():  # an empty state has no error to measure
+    if not x.numel():  # it has no error to measure
         return x.expand(len(times), *x.shape), 0
-    with torch.device('cpu'):  # it makes its tables when it is imported
+    with torch.device('cpu'):  # its tables are made at import
         import torchdiffeq
     states, evaluations = [x], 0
 
@@ -70,18 +70,19 @@ def solve_adaptive(
         nonlocal evaluations
         evaluations += 1
         return piece(t, x, context, '')
-    # no error estimate holds across a jump, so each piece is solved separately
+    # no error estimate holds across a jump
     jumps = [t for t in field.jumps if times[0] + _SAME < t < times[-1] - _SAME]
-    kind = x.device.type  # autocast's rounding would count as an error
+    kind = x.device.type  # whose autocast would count as an error
     with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
         for start, end in pairwise([times[0], *jumps, times[-1]]):
-            piece, inner = field.select(start), [t for t in times if start + _SAME < t < end - _SAME]
+            piece = field.select(start) if field.jumps else field  # a wrapper selects what is inside
+            inner = [t for t in times if start + _SAME < t < end - _SAME]
             inside = context._replace(weights=piece.fold())
             grid = torch.tensor([start, *inner, end], dtype=x.dtype, device=x.device)
             try:
                 path = torchdiffeq.odeint(
                     partial(slope, piece, inside), x, grid, rtol=config.rtol, atol=config.atol, method=config.method,
-                    options={'step_t': grid[-1:],  # the end is a step's, for interpolation's error is not controlled
+                    options={'step_t': grid[-1:],  # a step ends there: interpolation is not controlled
                              'dtype': x.dtype if kind == 'mps' else torch.float64})  # MPS has none
             except AssertionError as e:  # the step size underflows or the state is not finite
                 raise FloatingPointError(
