@@ -131,7 +131,7 @@ def find_stages(model: nn.Module) -> list[Site]:
 
 
 def own_blocks(model: nn.Module) -> list[Any]:
-    """The blocks of a model; of an ODE-ViT, the shared ones, and those that were kept. TypeError as above."""
+    """The blocks of a model; of an ODE-ViT, the shared ones, and those kept. TypeError as above."""
     return [block for ode in find_ode_blocks(model) for block in (*ode.before, *ode.shared.phases, *ode.after)] or [
         block for site in find_stages(model) for block in site.blocks]
 
@@ -168,7 +168,7 @@ def takes_one_state(block: nn.Module) -> bool:
 
 
 def structure(model: nn.Module, ignored: Sequence[str] = ()) -> list[str]:
-    """Type and settings of every module except dropout, and the shape of every tensor, in order."""
+    """Type and settings of every module except dropout, in order; shapes of tensors, by name."""
     lines = []
     for name, module in model.named_modules():
         if 'drop' not in name.rsplit('.', 1)[-1] and not isinstance(module, nn.ModuleList):
@@ -177,4 +177,4 @@ def structure(model: nn.Module, ignored: Sequence[str] = ()) -> list[str]:
                       for k, v in sorted(vars(module).items())
                       if type(v) in (bool, int, float, str, tuple, torch.Size) and not k.startswith('_')
                       and k not in (*_RUNTIME, *ignored) and 'drop' not in k]
-    return lines + [f'{name}: {list(tensor.shape)}' for name, tensor in model.state_dict().items()]
+    return lines + [f'{name}: {list(tensor.shape)}' for name, tensor in sorted(model.state_dict().items())]
