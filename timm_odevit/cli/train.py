@@ -15,6 +15,7 @@ from timm_odevit import shrink as run_shrink
 from ..data.batches import DataConfig
 from ..data.preprocessing import warn_of_other_classes
 from ..data.read import classes_of, held_out_of, read_data
+from ..distributed import in_first_process
 from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import without_classifiers
 from ..training.config import BEST, RECIPE
@@ -72,11 +73,11 @@ def finetune(args: Any) -> None:
     if args.img_size is not None:
         options['img_size'] = args.img_size
     recipe = replace(recipe, model=args.started['model'], model_args={'pretrained': True, **options})
-    torch.manual_seed(recipe.seed)  # a new head is the same each time
+    torch.manual_seed(recipe.seed)  # for a new head
     student = load(args.model, args, **options)
     if args.test:
         cfg, student.pretrained_cfg = student.pretrained_cfg, {**student.pretrained_cfg, 'label_names': names}
-        read_data(args.test, student, held_out=0.)  # fails now, as it would at the end
+        read_data(args.test, student, held_out=0.)  # fails now, not at the end
         student.pretrained_cfg = cfg
     _train(recipe, args, student)
 
@@ -107,9 +108,9 @@ def distill(args: Any) -> None:
 
 
 def _start(args: Any, first: str) -> Recipe | None:
-    """Note in `args.started` what resuming needs, and join the processes.
+    """Note in `args.started` what resuming needs; join the processes.
 
-    If only the folder of a run was given, fill in its arguments, and return its recipe.
+    If only the folder of a run was given, fill in its arguments; return its recipe.
     """
     names, recipe = (first, 'data', 'out'), None
     words = [word for name in names if (word := getattr(args, name)) is not None]
@@ -126,24 +127,23 @@ def _start(args: Any, first: str) -> Recipe | None:
         recipe = Recipe.load(Path(args.out, RECIPE), args.set) if 'set' in args else None
     if any(getattr(args, name) is None for name in names):
         raise ValueError(f"Expected {' '.join(names).upper()}, or only --resume FOLDER; got {' '.join(words)}.")
-    if not args.resume:
-        refuse_existing(args.out, '--resume')
     needed = ('model', 'recipe', 'data', 'teacher', 'student', 'img_size', 'checkpoint', 'limit', 'test',
               'size', 'keep', 'embedding')
     args.started = {'command': args.command, **{n: _absolute(n, getattr(args, n)) for n in needed if n in args}}
-    if args.command == 'shrink':
-        if 'TORCHELASTIC_RUN_ID' in os.environ:
-            raise ValueError('odevit shrink is one process. Start it without torchrun.')
-        return None
-    try:
-        init_distributed_device(args)  # sets args.device, distributed and rank
-    except ValueError as e:
-        raise ValueError(f'{e}. Start this with torchrun, or type first: unset WORLD_SIZE SLURM_NTASKS') from e
+    if args.command != 'shrink':
+        try:
+            init_distributed_device(args)  # sets args.device, distributed and rank
+        except ValueError as e:
+            raise ValueError(f'{e}. Start this with torchrun, or type first: unset WORLD_SIZE SLURM_NTASKS') from e
+    elif 'TORCHELASTIC_RUN_ID' in os.environ:
+        raise ValueError('odevit shrink is one process. Start it without torchrun.')
+    if not args.resume:
+        in_first_process(lambda: refuse_existing(args.out, '--resume'))
     return recipe
 
 
 def _absolute(name: str, value: Any) -> Any:
-    """An argument in which a path is valid everywhere."""
+    """One in which a path is valid everywhere."""
     if isinstance(value, str) and value.startswith('local-dir:'):
         return f"local-dir:{Path(value.removeprefix('local-dir:')).absolute()}"
     is_path = name in ('data', 'checkpoint', 'recipe', 'test') and value and Path(value).exists()
