@@ -121,7 +121,7 @@ def check_file(file: str | None) -> None:
 
 
 def refuse_existing(out: str, instead: str = 'remove it') -> None:
-    """`instead` is the option that allows one that is not empty."""
+    """`instead` is the option for a folder that is not empty."""
     path = Path(out)
     if path.is_file() or (path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir())):
         raise ValueError(f"'{out}' is not empty. Give another folder, or {instead}.")

@@ -143,7 +143,7 @@ def _start(args: Any, first: str) -> Recipe | None:
 
 
 def _absolute(name: str, value: Any) -> Any:
-    """One in which a path is valid everywhere."""
+    """The argument, with an absolute path."""
     if isinstance(value, str) and value.startswith('local-dir:'):
         return f"local-dir:{Path(value.removeprefix('local-dir:')).absolute()}"
     is_path = name in ('data', 'checkpoint', 'recipe', 'test') and value and Path(value).exists()
