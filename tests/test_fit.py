@@ -106,20 +106,16 @@ def test_attention_is_not_fused_while_it_trains_in_bfloat16_on_a_cpu(vit, amp):
 
 @pytest.mark.parametrize('settings', [dict(), dict(ema_decay=0.9, opt='muon'), dict(amp='bfloat16', opt='sgd')])
 def test_resume_gives_the_weights_of_an_undisturbed_run(vit, tmp_path, monkeypatch, settings):
-    whole = build(vit)
-    expected = run(whole, **settings)
-    interrupted = build(vit)
-    save = torch.save
-    def save_twice_then_stop(state, path):
+    expected, save = run(whole := build(vit), **settings), torch.save
+    def save_twice_then_stop(state, file):
         if len(state['history']) == 3:
             raise KeyboardInterrupt
-        save(state, path)
+        save(state, file)
     monkeypatch.setattr(torch, 'save', save_twice_then_stop)
     with pytest.raises(KeyboardInterrupt):
-        run(interrupted, tmp_path / 'run', **settings)
+        run(build(vit), tmp_path / 'run', **settings)
     monkeypatch.undo()
-    resumed = build(vit)
-    history = run(resumed, tmp_path / 'run', resume=True, **settings)
+    history = run(resumed := build(vit), tmp_path / 'run', resume=True, **settings)
     for ema in (False, True):
         if whole.has_ema() >= ema:
             ours, theirs = resumed.get_eval_model(ema=ema).state_dict(), whole.get_eval_model(ema=ema).state_dict()
@@ -206,7 +202,7 @@ def test_images_that_are_not_finite_are_named_and_a_model_is_no_task(vit):
         fit(model, [(X[:4], Y[:4])], epochs=1)
 
 
-def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(vit, tmp_path, monkeypatch):
+def test_a_loss_that_is_not_finite_or_a_full_disk_stops_the_run_and_keeps_the_last_good_state(vit, tmp_path, monkeypatch):
     task, load = build(vit), torch.load
     run(task, tmp_path / 'run', epochs=1)
     before = (tmp_path / 'run' / 'last.pt').read_bytes()
@@ -214,6 +210,10 @@ def test_a_loss_that_is_not_finite_stops_the_run_and_keeps_the_last_good_state(v
     monkeypatch.setattr(torch, 'load', lambda *args, **kwargs: {**load(*args, **kwargs), 'model': bad})
     with pytest.raises(FloatingPointError, match=r'not finite in epoch 2, batch 1 \(loss nan'):
         run(task, tmp_path / 'run', epochs=2, resume=True)
+    monkeypatch.undo()
+    monkeypatch.setattr('timm_odevit.training.fit.open', lambda *args: open('/dev/full', 'wb'), raising=False)
+    with pytest.raises(OSError, match="last.pt' could not be written: .*No space left on device"):
+        run(build(vit), tmp_path / 'run', epochs=2, resume=True)
     assert (tmp_path / 'run' / 'last.pt').read_bytes() == before
 
 

@@ -73,14 +73,14 @@ def fit(
     folder, began, device = Path(out) if out is not None else None, time.perf_counter(), torch.device(task.device)
     history: list[dict[str, Any]] = []
     asked = {**vars(config), 'batch_size': getattr(train_loader, 'batch_size', None), 'updates_per_epoch': updates}
-    del asked['epochs'], asked['compile']  # which may change when the run is resumed
+    del asked['epochs'], asked['compile']  # may change when the run is resumed
     plan: dict[str, Any] = {'epochs': config.epochs, 'updates': updates, 'amp': config.amp}
     state = None
     with alone_in(folder), random_states_kept(device), ExitStack() as stack:
         for module in task.modules():
             stack.callback(setattr, module, 'training', module.training)
         if folder is not None:
-            describe(models_of(task)['model'])  # fail now rather than after the first epoch
+            describe(models_of(task)['model'])  # fails now, not after an epoch
             if (folder / RECIPE).exists():
                 raise ValueError(f"'{folder}' holds the run of a recipe. Resume it with train (odevit distill, odevit "
                                  'finetune), or give another folder.')
@@ -121,7 +121,7 @@ def fit(
             if folder is not None and trainer.rank == 0:
                 if best:
                     save_pretrained(trainer.chosen, folder / BEST)
-                write_text(folder / HISTORY, to_json(history))  # before the state, which says what is still to be done
+                write_text(folder / HISTORY, to_json(history))  # before the state, which says what is left to do
                 _save_state(folder / LAST, trainer, history=history, settings=asked, plan=plan)
             if on_epoch is not None and trainer.rank == 0:
                 on_epoch(record)
@@ -144,14 +144,15 @@ def check_unused(at: Path, resume: bool) -> None:
 
 
 def _save_state(path: Path, trainer: Trainer, **more: Any) -> None:
-    state: dict[str, Any] = {name: module.state_dict() for name, module in trainer.models.items()}
-    state.update(optimizer=trainer.optimizer.state_dict(), scaler=trainer.scaler.state_dict(),
-                 task=trainer.task.get_task_state(), **more)
+    parts: Any = {**trainer.models, 'optimizer': trainer.optimizer, 'scaler': trainer.scaler}
+    state = {name: part.state_dict() for name, part in parts.items()}
+    state.update(task=trainer.task.get_task_state(), **more)
     with staged(path.parent, path.name) as aside:
         try:
-            torch.save(state, aside / path.name)
-        except RuntimeError as e:  # if the disk is full, say
-            raise OSError(one_line(e)) from e
+            with open(aside / path.name, 'wb') as file:
+                torch.save(state, file)
+        except RuntimeError as e:  # hides the file's own
+            raise OSError(one_line(e.__context__ or e)) from e
 
 
 def _read_state(path: Path, asked: dict[str, Any]) -> dict[str, Any]:
