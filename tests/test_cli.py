@@ -30,10 +30,8 @@ def folder(tmp_path, monkeypatch):
         (tmp_path / 'images' / f'c{label}').mkdir(parents=True)
         for i in range(10):
             Image.new('RGB', (18, 18), tuple(max(0, c - i) for c in colour)).save(tmp_path / 'images' / f'c{label}' / f'{i}.png')
-    teacher = timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 3})
-    save_pretrained(teacher, tmp_path / 'teacher')
-    convert_(teacher)
-    save_pretrained(teacher, tmp_path / 'student')
+    save_pretrained(teacher := timm.create_model('vit_tiny_patch16_224', **{**TINY, 'num_classes': 3}), tmp_path / 'teacher')
+    save_pretrained(convert_(teacher).model, tmp_path / 'student')
     return tmp_path
 
 
@@ -44,23 +42,25 @@ def run(command, *args):
     return main([command, *args, *([] if '--workers' in args else quick), '--device', 'cpu'])
 
 
-def test_convert_distill_evaluate(folder, capsys):
+def test_convert_distill_evaluate(folder, capsys, monkeypatch):
+    def meanwhile(*args, **settings):
+        assert run('convert', 'local-dir:teacher', 'new') == 2 and "'new' is in use by another process" in capsys.readouterr().err
+        return convert_(*args, **settings)
+    monkeypatch.setattr('timm_odevit.cli.train.convert_', meanwhile)
     assert run('convert', 'local-dir:teacher', 'new', '--steps', '6') == 0
     assert '6 steps on [0, 3], 6 evaluations' in capsys.readouterr().out
     assert timm.create_model('local-dir:new').blocks.steps == 6
-    distill = ['distill', 'autonomous', 'images', 'run', '--student', 'local-dir:new', '--teacher', 'local-dir:teacher',
-               '--set', 'data.batch_size=8', '--set', 'loss={checkpoints: distance, jasmin_weight: 0.1}', '--set', 'fit.ema_decay=0.9',
-               '--set', 'stages.0.fit.epochs=1']
+    distill = ['distill', 'autonomous', 'images', 'run', '--student', 'local-dir:new', *T, '--set', 'data.batch_size=8', '--set',
+               'loss={checkpoints: distance, jasmin_weight: 0.1}', '--set', 'fit.ema_decay=0.9', '--set', 'stages.0.fit.epochs=1']
     assert run(*distill, '--set', 'stages.1.fit.epochs=2') == 0
     assert run(*distill, '--set', 'stages.1.fit.epochs=3', '--set', 'fit.opt=adamw', '--set', 'data.workers=0', '--resume') == 2
     assert "'run/recipe.yaml' is a different recipe: fit.opt was muon and is adamw. Resume with that" in capsys.readouterr().err
     assert run('distill', '--resume', 'run', '--set', 'stages.1.fit.epochs=3') == 0
     assert len(json.loads((folder / 'run' / 'history.json').read_text())) == 4
     capsys.readouterr()
-    assert run('evaluate', 'local-dir:run/best', 'images', '--teacher', 'local-dir:teacher', '--steps', '1-2,6', '--json', 'found.json') == 0
-    out = capsys.readouterr().out
+    assert run('evaluate', 'local-dir:run/best', 'images', *T, '--steps', '1-2,6', '--json', 'found.json') == 0
     assert [r['steps'] for r in json.loads((folder / 'found.json').read_text())] == [None, 1, 2, 6]
-    assert out.count('student') == 3 and out.startswith('images: 30 images; trained with K = 2, 3, 6, in bold')
+    assert (out := capsys.readouterr().out).count('student') == 3 and out.startswith('images: 30 images; trained with K = 2, 3, 6, in bold')
 
 
 @pytest.mark.parametrize('source, options, expected', [

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -146,12 +146,8 @@ def peak_of(call: Callable[[], Any], device: str | torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with torch.profiler.profile(profile_memory=True) as profile:
         call()
-    now = peak = 0
-    for event in profile.profiler.kineto_results.events():
-        if event.name() == '[memory]':
-            now += event.nbytes()
-            peak = max(peak, now)
-    return peak
+    events = profile.profiler.kineto_results.events()
+    return max(accumulate((event.nbytes() for event in events if event.name() == '[memory]'), initial=0))
 
 
 def processor(like: Tensor | None = None) -> str:

@@ -56,7 +56,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def lent(model: nn.Module | None) -> Iterator[None]:
     """Temporary eval mode of a model, if any; afterwards also restore which of its parameters are trainable."""
-    model = nn.Identity() if model is None else model
+    model = model or nn.Identity()
     flags = [(p, p.requires_grad) for p in model.parameters()]
     try:
         with evaluating(model):

@@ -25,7 +25,7 @@ from ..quantization import ENOUGH
 from ..saving.cards import model_card
 from ..saving.save import CARD
 from ..settings import one_line
-from .models import TOWERS, check_file, load, load_with_steps, refuse_existing, save, steps_of_training
+from .models import TOWERS, check_file, load, load_with_steps, new_folder, save, steps_of_training
 
 
 def evaluate(args: Any) -> None:
@@ -95,17 +95,17 @@ def halt(args: Any) -> None:
     --held-out SHARE [0.1]  if the data has no val/, use only the share that training held out
     --batch-size --workers --quiet
     """
-    refuse_existing(args.out)
-    model = load_with_steps(args)
-    data = _data(args, model)  # not the test images
-    warn_of_other_classes(model, data.classes, args.data)
-    setting = calibrate_halting(model, data.evaluated()[0], max_drop=args.max_drop, progress=not args.quiet)
-    print(setting)
-    if setting.nfe == setting.full_nfe:
-        raise ValueError(f'With --max-drop {args.max_drop:g}, no image can stop early, so nothing was saved. Raise it, '
-                         'or train for exits: odevit distill early_exit')
-    setting.apply_(model)
-    save(model, args.out)
+    with new_folder(args.out):
+        model = load_with_steps(args)
+        data = _data(args, model)  # not the test images
+        warn_of_other_classes(model, data.classes, args.data)
+        setting = calibrate_halting(model, data.evaluated()[0], max_drop=args.max_drop, progress=not args.quiet)
+        print(setting)
+        if setting.nfe == setting.full_nfe:
+            raise ValueError(f'With --max-drop {args.max_drop:g}, no image can stop early, so nothing was saved. Raise '
+                             'it, or train for exits: odevit distill early_exit')
+        setting.apply_(model)
+        save(model, args.out)
 
 
 def benchmark(args: Any) -> None:

@@ -1,6 +1,7 @@
 """Models by name, and the folders and files that a command writes to."""
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -120,10 +121,11 @@ def check_file(file: str | None) -> None:
         raise ValueError(f"Cannot write to '{file}': it is no file, or its folder does not exist.")
 
 
-def refuse_existing(out: str, instead: str = 'remove it') -> None:
-    """`instead` is the option for a folder that is not empty."""
+@contextmanager
+def new_folder(out: str, instead: str = 'remove it') -> Iterator[None]:
+    """Locked until full; `instead` is the option for one that is not empty."""
     path = Path(out)
     if path.is_file() or (path.is_dir() and any(not p.name.startswith(OWN) for p in path.iterdir())):
         raise ValueError(f"'{out}' is not empty. Give another folder, or {instead}.")
-    with locked(path):  # can be written to
-        pass
+    with locked(path):
+        yield

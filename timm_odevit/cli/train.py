@@ -1,5 +1,6 @@
 """odevit shrink, finetune, distill, convert and calibrate"""
 import os
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -20,7 +21,7 @@ from ..evaluation.accuracy import evaluate
 from ..evaluation.embeddings import without_classifiers
 from ..training.config import BEST, RECIPE
 from ..training.stages import read_run
-from .models import TOWERS, load, refuse_existing, save, say_saved
+from .models import TOWERS, load, new_folder, save, say_saved
 
 
 def shrink(args: Any) -> None:
@@ -138,7 +139,8 @@ def _start(args: Any, first: str) -> Recipe | None:
     elif 'TORCHELASTIC_RUN_ID' in os.environ:
         raise ValueError('odevit shrink is one process. Start it without torchrun.')
     if not args.resume:
-        in_first_process(lambda: refuse_existing(args.out, '--resume'))
+        with ExitStack() as stack:
+            in_first_process(lambda: stack.enter_context(new_folder(args.out, '--resume')))
     return recipe
 
 
@@ -189,17 +191,17 @@ def convert(args: Any) -> None:
     --size SIZE  size of the result, such as 3M (parameters), 25% or 10MB; chooses --phases and, if not given, --steps
     +ode.config.OdeConfig  the ODE
     """
-    refuse_existing(args.out)
     settings = {name: value for name, value in vars(args).items() if name in OdeConfig.names()}
     if args.size is not None and 'phases' in settings:
         raise ValueError('--size chooses the phases. Leave out --phases or --size.')
     if args.random and args.checkpoint:
         raise ValueError('--random and --checkpoint both say what the weights are. Give one.')
-    config, model = OdeConfig(**settings), load(args.model, args, pretrained=not args.random)
-    if args.size is not None:
-        config = choose_size(model, args.size, config)
-    print(convert_(model, config, keep_original=False))
-    save(model, args.out)
+    with new_folder(args.out):
+        config, model = OdeConfig(**settings), load(args.model, args, pretrained=not args.random)
+        if args.size is not None:
+            config = choose_size(model, args.size, config)
+        print(convert_(model, config, keep_original=False))
+        save(model, args.out)
 
 
 def calibrate(args: Any) -> None:
@@ -214,9 +216,9 @@ def calibrate(args: Any) -> None:
     --batch-size N [16]  images per update
     --checkpoint --img-size --workers --quiet
     """
-    refuse_existing(args.out)
-    student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
-    data = read_data(args.images, student, DataConfig(batch_size=args.batch_size, workers=args.workers), labels=False,
-                     held_out=held_out_of(student) or 0.)
-    calibrate_(student, teacher, data, minutes=args.minutes, epochs=args.epochs, progress=not args.quiet)
-    save(student, args.out)
+    with new_folder(args.out):
+        student, teacher = load(args.student, SimpleNamespace(device=args.device)), load(args.teacher, args)
+        config = DataConfig(batch_size=args.batch_size, workers=args.workers)
+        data = read_data(args.images, student, config, labels=False, held_out=held_out_of(student) or 0.)
+        calibrate_(student, teacher, data, minutes=args.minutes, epochs=args.epochs, progress=not args.quiet)
+        save(student, args.out)

@@ -63,7 +63,7 @@ def read_image(file: str | Path, mode: str, least: int = 1024) -> Image.Image:
             if upright.mode in ('I', 'F'):
                 raise ValueError('its pixels have no known range; save it with 8 or 16 bits')
             return upright.convert(mode)
-    except Exception as e:  # a foreign file can raise anything
+    except Exception as e:  # of a foreign file
         raise ValueError(one_line(f"'{file}' cannot be read as an image: {e}")) from None
 
 

@@ -116,7 +116,7 @@ def read_npz(
     """By part, images [N, C, S, S], if channels are given, and labels [N]; names of the classes; their number, or 0."""
     x, y = {}, {}
     try:
-        with np.load(path) as archive:  # which unpickles nothing
+        with np.load(path) as archive:  # unpickles nothing
             labelled = labelled and not (any_classes and channels and 'y_train' not in archive)
             both = ('train', 'test') if 'x_test' in archive or (labelled and 'y_test' in archive) else ('train',)
             for part in both if training or any_classes or not labelled else both[-1:]:

@@ -42,8 +42,7 @@ def evaluate(
         >>> found = evaluate(student, loader, steps=(6, 12, 24), teacher=teacher)
         >>> print(found)
     """
-    classes = [getattr(unwrap_model(each), 'num_classes', None)
-               for each in (model, model if teacher is None else teacher)]
+    classes = [getattr(unwrap_model(each), 'num_classes', None) for each in (model, teacher or model)]
     if classes[0] == 0:
         raise ValueError(f'This {type(model).__name__} has no classes. Measure it with evaluate_embeddings.')
     if None not in classes and classes[0] != classes[1]:

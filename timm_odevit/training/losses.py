@@ -27,6 +27,7 @@ class TrajectoryPass(nn.Module):
         super().__init__()
         self.student: Any = student
         self.config, self.times = config, times
+        self.distance = embedding_loss if config.embedding else logit_loss
         self.prefix = prefix_tokens(student) if is_one_sequence(student) else 0
         self.has_cls = self.prefix > 0 and has_class_token(student)
 
@@ -43,14 +44,14 @@ class TrajectoryPass(nn.Module):
     ) -> dict[str, Tensor]:
         """For views of the student, whose output is to be near `wanted`, what TrajectoryDistillationTask returns."""
         def judged(output: Tensor) -> dict[str, Tensor]:  # the last one, or that of an exit
-            kd = {} if wanted is None else {'kd': self._distance(output, wanted)}
+            kd = {} if wanted is None else {'kd': self.distance(output, wanted)}
             return {**kd, 'task': criterion(output, labels)} if self.config.task_weight > 0 else kd
         passes = [self._parts(view, images, seen, judged) for view in views]
         outputs, found = zip(*passes, strict=True)
         names = dict.fromkeys(name for parts in found for name in parts)  # a pass of one step has no exits
         parts = {name: torch.stack([parts[name] for parts in found if name in parts]).mean() for name in names}
         if others := outputs[1:]:
-            parts['consistency'] = torch.stack([self._distance(each, outputs[0].detach()) for each in others]).mean()
+            parts['consistency'] = torch.stack([self.distance(each, outputs[0].detach()) for each in others]).mean()
         loss, weights = outputs[0].new_zeros(()), self.config.weights
         for name, part in parts.items():
             if weights[name] > 0:
@@ -86,11 +87,6 @@ class TrajectoryPass(nn.Module):
         if losses:
             parts['exit'] = torch.stack(losses).sum() / len(early)
         return output, parts
-
-    def _distance(self, output: Tensor, wanted: Tensor) -> Tensor:
-        if self.config.embedding:
-            return embedding_loss(output, wanted)
-        return logit_loss(output, wanted)
 
 
 def trajectory_loss(
